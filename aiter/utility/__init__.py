@@ -1,0 +1,1 @@
+"""Small helpers shared by host code: element types."""
