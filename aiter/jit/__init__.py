@@ -1,4 +1,4 @@
-"""What a launch needs from the host: tuned tables (``core``), the machine and its tools (``utils``).
+"""What a launch needs from the host: tuned tables (``core``), and the machine (``utils``).
 
 May be imported from anywhere; imports nothing from ``aiter.ops.flydsl`` or ``aiter.aot``.
 """
