@@ -7,7 +7,9 @@ import flydsl.expr as fx
 
 
 def _f32_at(address: fx.Int64) -> fx.Pointer:
-    pointer = fx.PointerType.get(fx.Float32.ir_type, address_space=fx.AddressSpace.Global, alignment=4)
+    pointer = fx.PointerType.get(
+        fx.Float32.ir_type, address_space=fx.AddressSpace.Global, alignment=4
+    )
     return fx.inttoptr(pointer, address)
 
 
@@ -39,3 +41,17 @@ def make_device_library() -> flyc.JitFunction:
         erf_kernel(out, x).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
 
     return launch_erf
+
+
+def make_failing() -> flyc.JitFunction:
+    """Raises ZeroDivisionError while it is traced, inside a kernel."""
+
+    @flyc.kernel
+    def failing_kernel(out: fx.Int64):
+        1 // 0  # noqa: B018
+
+    @flyc.jit
+    def launch_failing(out: fx.Int64, stream: fx.Stream):
+        failing_kernel(out).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+    return launch_failing

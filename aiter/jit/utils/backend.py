@@ -42,6 +42,7 @@ class _Scope(threading.local):
 
 _scope = _Scope()
 _install_lock = threading.Lock()
+_inspecting = False
 
 
 def in_own_launch() -> bool:
@@ -67,12 +68,16 @@ def own_launch() -> Iterator[None]:
 
 
 def install() -> None:
-    """Register the backend with FlyDSL. Idempotent; :func:`own_launch` does it on first use.
+    """Register the backend with FlyDSL. Idempotent; :func:`own_launch` does it each time.
 
     Whatever class is registered for ``rocm`` at that moment is subclassed, so that an
-    extension's backend keeps working.
+    extension's backend keeps working, even one registered after the first call.
     """
+    global _inspecting
     with _install_lock:
+        if not _inspecting:
+            flydsl_private.split_before_binary(in_own_launch, _refuse_device_library)
+            _inspecting = True
         base = flydsl_private.registered_backend("rocm")
         if getattr(base, "aiter_own", False):
             return
@@ -84,7 +89,6 @@ def install() -> None:
                 return OWN_FINGERPRINT if in_own_launch() else super().toolkit_fingerprint()
 
         flydsl_private.replace_backend("rocm", OwnRocmBackend)
-        flydsl_private.split_before_binary(in_own_launch, _refuse_device_library)
 
 
 def _refuse_device_library(module: Any) -> None:

@@ -1,0 +1,28 @@
+# make aot    a fresh clone to a compiled cache of the shipped tables
+# make test   the test suite
+# make lint   ruff and black
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: aot test lint venv
+
+venv: $(STAMP)
+
+# Exactly this torch: the plain name resolves to a CUDA build of several gigabytes.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0 -e '.[linker,dev]'
+	touch $@
+
+aot: $(STAMP)
+	$(BIN)/python -m aiter.aot.flydsl.moe
+
+test: $(STAMP)
+	$(BIN)/python -m pytest op_tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/black --check -q . || { $(BIN)/black --diff -q .; exit 1; }
