@@ -144,9 +144,8 @@ def read_table(path: Path, required: Iterable[str] = ()) -> RawTable:
             raise row.error(problem, remedy="remove the surplus cell")
         if len(cells) < len(columns):
             absent = ", ".join(columns[len(cells) :])
-            defects.append(
-                Defect(row.source, f"the row lacks a cell, so {absent} is read as blank")
-            )
+            problem = f"the row is short: {absent} read as blank, cells before may be shifted"
+            defects.append(Defect(row.source, problem))
         rows.append(row)
     return RawTable(columns, tuple(rows), tuple(defects))
 
