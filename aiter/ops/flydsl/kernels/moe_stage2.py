@@ -1,0 +1,270 @@
+"""MoE stage 2: one expert's down projection over a block of sorted rows (gfx950, MX formats).
+
+    y[r, :] = weight[r] * (a2[r, :] @ W2[expert(r)]^T)
+
+for sorted rows r, added into out[token(r), :] (`atomic`) or stored at out[token(r) * topk +
+slot(r), :] (`reduce`, summed later by `moe_reduce`).
+
+    a2            (sorted rows, inter_dim) fp8 or fp4, in sorted order
+    a2_scale      e8m0 words (sorted rows / 32, inter_dim / 256, 64)
+    w2            (experts, model_dim, inter_dim) preshuffled, w2_scale likewise
+    sorted_ids    (sorted rows) i32: token in the low 24 bits, slot in the high 8; padding has
+                  token = `tokens`
+    sorted_weights (sorted rows) f32
+    expert_ids    (sorted rows / sort_block_m) i32
+    num_valid     (2) i32: padded number of sorted rows, tokens
+    out           (tokens, model_dim) or (tokens * topk, model_dim) bf16
+
+A work item is tile_m sorted rows by tile_n columns. Workgroups take items
+`item, item + grid, ...`: with a grid that covers all of them each does one, with a persistent
+grid each walks over several. The accumulators pass through LDS once, so that a wave stores
+or adds whole rows of consecutive columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+
+from .device import (
+    CHUNK,
+    LANES,
+    div,
+    global_buffer,
+    global_pointer,
+    load_word,
+    hinted,
+    mod,
+    shared_bytes,
+    shift_right,
+    thread_in_wave,
+    traced,
+)
+from .moe_routes import TOKEN_MASK, SLOT_SHIFT, item_to_block
+from .mx_gemm import SCALE_WORD_K, MxLoop, MxOperands, MxTile
+from .tensor_shim import kernel_builder
+
+
+@dataclass(frozen=True)
+class Stage2Key:
+    """Everything that decides stage 2's code."""
+
+    model_dim: int
+    inter_dim: int
+    topk: int
+    tile: MxTile
+    sort_block_m: int
+    epilogue: str  # "atomic" | "reduce"
+    weighted: bool
+    w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
+    xcd_group: int
+    persistent_groups: int  # workgroups of the persistent grid, 0 for one item each
+    waves_per_eu: int | None
+
+    @property
+    def n_blocks(self) -> int:
+        return self.model_dim // self.tile.rows
+
+
+    @property
+    def steps(self) -> int:
+        """K steps of one wave."""
+        return self.inter_dim // self.tile.tile_k // self.tile.k_waves
+
+    @property
+    def row_pitch(self) -> int:
+        """Bytes of an output row in LDS: 16 more than its columns, so that rows spread over banks."""
+        return 2 * self.tile.rows + CHUNK
+
+    @property
+    def lds_bytes(self) -> int:
+        return max(self.tile.lds_bytes, self.tile.tile_m * self.row_pitch)
+
+
+@kernel_builder
+def build_stage2(key: Stage2Key) -> flyc.JitFunction:
+    """Launcher (out, a2, w2, a2_scale, w2_scale, sorted_ids, expert_ids, sorted_weights,
+    num_valid, tokens, m_blocks, stream); `m_blocks` is the capacity in tile_m rows."""
+    tile = key.tile
+
+    @flyc.kernel(known_block_size=[tile.threads, 1, 1])
+    def moe_stage2(
+        out: fx.Int64,
+        a2: fx.Int64,
+        w2: fx.Int64,
+        a2_scale: fx.Int64,
+        w2_scale: fx.Int64,
+        sorted_ids: fx.Int64,
+        expert_ids: fx.Int64,
+        sorted_weights: fx.Int64,
+        num_valid: fx.Int64,
+        tokens: fx.Int32,
+        groups: fx.Int32,
+    ):
+        wave, lane = thread_in_wave()
+        lds = shared_bytes(key.lds_bytes)
+        loop = MxLoop(tile, lds, wave, lane, key.w_cache)
+        m_blocks = div(load_word(num_valid, 0), tile.tile_m)
+        items = m_blocks * key.n_blocks
+        for item in range(fx.Int32(fx.block_idx.x), items, groups):
+            m_block, n_block = item_to_block(item, m_blocks, key.n_blocks, key.xcd_group)
+            row0 = m_block * tile.tile_m
+            expert = load_word(expert_ids, div(row0, key.sort_block_m))
+            weights = _route_weights(key, sorted_weights, row0, lane)
+            loop.run(
+                _operands(key, loop, row0, n_block, expert, a2, w2, a2_scale, w2_scale), key.steps
+            )
+            loop.reduce_k_waves()
+            _tile_to_lds(key, loop, lds, weights)
+            fx.gpu.barrier()
+            _lds_to_rows(key, lds, wave, lane, row0, n_block, sorted_ids, tokens, out)
+            fx.gpu.barrier()
+
+    @flyc.jit
+    def launch_moe_stage2(
+        out: fx.Int64,
+        a2: fx.Int64,
+        w2: fx.Int64,
+        a2_scale: fx.Int64,
+        w2_scale: fx.Int64,
+        sorted_ids: fx.Int64,
+        expert_ids: fx.Int64,
+        sorted_weights: fx.Int64,
+        num_valid: fx.Int64,
+        tokens: fx.Int32,
+        m_blocks: fx.Int32,
+        stream: fx.Stream,
+    ):
+        groups = fx.Int32(key.persistent_groups) if key.persistent_groups else m_blocks * key.n_blocks
+        moe_stage2(
+            out,
+            a2,
+            w2,
+            a2_scale,
+            w2_scale,
+            sorted_ids,
+            expert_ids,
+            sorted_weights,
+            num_valid,
+            tokens,
+            groups,
+        ).launch(grid=(groups, 1, 1), block=(tile.threads, 1, 1), stream=stream)
+
+    return hinted(launch_moe_stage2, key.waves_per_eu)
+
+
+def _operands(
+    key: Stage2Key,
+    loop: MxLoop,
+    row0: fx.Int32,
+    n_block: fx.Int32,
+    expert: fx.Int32,
+    a2: fx.Int64,
+    w2: fx.Int64,
+    a2_scale: fx.Int64,
+    w2_scale: fx.Int64,
+) -> MxOperands:
+    tile = key.tile
+    a_row = tile.a.row_bytes(key.inter_dim)
+    w_row = tile.w.row_bytes(key.inter_dim)
+    scale_row = -(-key.inter_dim // SCALE_WORD_K) * LANES  # words of 32 rows
+    w_bytes = key.model_dim * w_row
+    scale_bytes = 4 * (key.model_dim // 32) * scale_row
+    n_tile0 = n_block * (tile.rows // 16) + loop.wave_n * tile.n_tiles
+    # 64-bit bases at the row block and at the expert keep every offset within 32 bits.
+    a_scale_row0 = fx.Int64(div(row0, 32)) * (4 * scale_row)
+    return MxOperands(
+        a=global_buffer(fx.Uint8, a2 + fx.Int64(row0) * a_row, tile.tile_m * a_row, CHUNK),
+        a_chunks=[row * a_row + byte for row, byte in loop.a_chunk_rows()],
+        w=global_buffer(fx.Uint8, w2 + fx.Int64(expert) * w_bytes, w_bytes, CHUNK),
+        w_tiles=[(n_tile0 + n) * (16 * w_row) for n in range(tile.n_tiles)],
+        a_scale=global_buffer(
+            fx.Int32, a2_scale + a_scale_row0, 4 * scale_row * tile.a_scale_words, 4
+        ),
+        a_scale_rows=[fx.Int32(i * scale_row) for i in range(tile.a_scale_words)],
+        w_scale=global_buffer(fx.Int32, w2_scale + fx.Int64(expert) * scale_bytes, scale_bytes, 4),
+        w_scale_rows=[(div(n_tile0, 2) + i) * scale_row for i in range(tile.n_tiles // 2)],
+        a_scale_shift=mod(div(row0, 16), 2) * 8 if tile.tile_m % 32 else None,
+    )
+
+
+def _route_weights(
+    key: Stage2Key, sorted_weights: fx.Int64, row0: fx.Int32, lane: fx.Int32
+) -> list[fx.Float32]:
+    """The route weight of the row this lane holds in each row tile."""
+    if not key.weighted:
+        return []
+    pointer = global_pointer(fx.Float32, sorted_weights)
+    return [pointer[row0 + m * 16 + mod(lane, 16)] for m in range(key.tile.m_tiles)]
+
+
+def _bf16_rows(key: Stage2Key, lds: fx.Pointer, columns: int) -> fx.Tensor:
+    """The output tile in LDS as (row, column of a run, run of `columns` columns)."""
+    pitch = key.row_pitch // 2
+    layout = fx.make_layout(
+        (key.tile.tile_m, columns, key.tile.rows // columns), (pitch, 1, columns)
+    )
+    return fx.make_view(fx.recast_iter(fx.BFloat16, lds), layout)
+
+
+def _tile_to_lds(
+    key: Stage2Key, loop: MxLoop, lds: fx.Pointer, weights: list[fx.Float32]
+) -> None:
+    """Weight the accumulators and lay them out as bf16 rows."""
+    tile = key.tile
+    store = fx.make_copy_atom(fx.UniversalCopy64b(), fx.BFloat16)
+    rows = _bf16_rows(key, lds, 4)
+    column0 = loop.wave_n * (tile.n_tiles * 4) + div(loop.lane, 16)
+    for m in range(tile.m_tiles):
+        row = m * 16 + mod(loop.lane, 16)
+        for n in range(tile.n_tiles):
+            values = loop.acc[None, n, m].load()
+            if weights:
+                values = values * weights[m]
+            packed = fx.make_rmem_tensor(4, fx.BFloat16)
+            packed.store(values.to(fx.BFloat16))
+            fx.copy(store, packed, rows[row, None, column0 + n * 4])
+
+
+@traced
+def _lds_to_rows(
+    key: Stage2Key,
+    lds: fx.Pointer,
+    wave: fx.Int32,
+    lane: fx.Int32,
+    row0: fx.Int32,
+    n_block: fx.Int32,
+    sorted_ids: fx.Int64,
+    tokens: fx.Int32,
+    out: fx.Int64,
+) -> None:
+    """Each wave takes whole rows: a lane has rows / 64 consecutive columns."""
+    tile = key.tile
+    columns = tile.rows // LANES
+    waves = tile.threads // LANES
+    rows = _bf16_rows(key, lds, columns)
+    for row in range(wave, fx.Int32(tile.tile_m), fx.Int32(waves)):
+        route = load_word(sorted_ids, row0 + row)
+        token = route & TOKEN_MASK
+        if token < tokens:
+            out_row = fx.Int64(token)
+            if fx.const_expr(key.epilogue == "reduce"):
+                out_row = out_row * key.topk + fx.Int64(shift_right(route, SLOT_SHIFT))
+            column = n_block * tile.rows + lane * columns
+            target = global_pointer(
+                fx.BFloat16, out + (out_row * key.model_dim + fx.Int64(column)) * 2, 2 * columns
+            )
+            values = rows[row, None, lane].load()
+            if fx.const_expr(key.epilogue == "reduce"):
+                fx.generic_store(target, values)
+            else:
+                for pair in fx.range_constexpr(columns // 2):
+                    fx.atomic_add(
+                        target + 2 * pair,
+                        fx.Vector.from_elements(
+                            [values[2 * pair], values[2 * pair + 1]], fx.BFloat16
+                        ),
+                        syncscope=fx.rocdl.SyncScope.Agent,
+                    )

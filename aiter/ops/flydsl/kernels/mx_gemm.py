@@ -1,0 +1,388 @@
+"""The main loop both MoE stages share: scaled MFMA over MX blocks (gfx950).
+
+    acc[n, m] += sum over k of  w[n, k] * 2^(sw[n, k/32] - 127) * a[m, k] * 2^(sa[m, k/32] - 127)
+
+`w` are weight rows and `a` activation rows, either fp8 (e4m3) or fp4 (e2m1, two a byte), `sw`
+and `sa` their e8m0 block scales. Weights are the matrix unit's first operand, so a lane ends
+with four consecutive weight rows (output columns) of one activation row:
+
+    acc[i, nt, mt] of lane l:  weight row 16 nt + 4 (l div 16) + i,  activation row 16 mt + l mod 16
+
+Layouts, in bytes, `g = l div 16`:
+
+    weights      (N/16, K/128, runs, 64 lanes, 16)   runs = 1 for fp4, 2 for fp8: `shuffle_weight`
+    scales       (rows/32, K/256, 64 lanes, 4)       byte 2 (k/128 mod 2) + half: `shuffle_scale`
+    activations  (M, K) row-major in memory; in LDS (2 buffers, tile_m, tile_k) with the 16-byte
+                 chunks of a row permuted by the row so that a column of rows meets every bank
+
+    prologue     A(0) -> LDS, W(0) and scales(0) -> registers
+    loop         wait A(k); barrier; start A(k+1), W(k+1), scales(k+1); MFMA over step k
+    last step    the same without the prefetch
+
+One barrier a step is enough: a wave passes it only after every wave has finished reading the
+buffer that is filled next. Weights never touch LDS: each wave owns its weight rows, and its
+16 bytes a lane arrive in operand order. With `k_waves` > 1 groups of waves take consecutive
+parts of K, each with LDS buffers of its own, and `reduce_k_waves` adds their results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flydsl.expr as fx
+
+from .device import CHUNK, LANES, TraceObject, div, mod, shift_right, traced
+
+MFMA_K = 128
+SCALE_BLOCK = 32
+SCALE_WORD_K = 256  # one 32-bit word a lane holds the scales of 32 rows x 256 k
+
+
+@dataclass(frozen=True)
+class MxFormat:
+    """An MX element format: bits an element and 16-byte runs a lane holds of one MFMA."""
+
+    name: str
+    bits: int
+
+    @property
+    def runs(self) -> int:
+        return self.bits // 4
+
+    def row_bytes(self, elements: int) -> int:
+        return elements * self.bits // 8
+
+    def element(self) -> type[fx.Numeric]:
+        return fx.Float4E2M1FN if self.bits == 4 else fx.Float8E4M3FN
+
+
+FORMATS = {"fp8": MxFormat("fp8", 8), "fp4": MxFormat("fp4", 4)}
+
+
+@dataclass(frozen=True)
+class MxTile:
+    """What one workgroup computes: `tile_m` activation rows x `rows` weight rows.
+
+    `rows` counts weight rows, gate and up together in stage 1. A wave owns `rows / n_waves`
+    of them and all activation rows; `k_waves` groups of waves split K.
+    """
+
+    a_format: str
+    w_format: str
+    tile_m: int
+    rows: int
+    tile_k: int
+    n_waves: int
+    k_waves: int = 1
+    # Where a wave's even and odd 16-row tiles lie: "rows" one after the other; "halves" in two
+    # halves of the weight, gate and up, whose 32-row scale words are then apart too.
+    pairing: str = "rows"
+
+    def __post_init__(self) -> None:
+        wave_rows = self.rows // self.n_waves
+        if self.tile_m % 16 or wave_rows % 32 or wave_rows * self.n_waves != self.rows:
+            raise ValueError(f"{self}: a wave takes multiples of 16 by 32 rows")
+        if self.pairing == "halves" and wave_rows % 64:
+            raise ValueError(f"{self}: a wave takes 32 rows of each half")
+        if self.tile_k not in (MFMA_K, 2 * MFMA_K):
+            raise ValueError(f"{self}: tile_k is 128 or 256")
+        if self.stage_bytes % (CHUNK * LANES * self.n_waves):
+            raise ValueError(f"{self}: the activation tile does not fill whole wave loads")
+
+    @property
+    def a(self) -> MxFormat:
+        return FORMATS[self.a_format]
+
+    @property
+    def w(self) -> MxFormat:
+        return FORMATS[self.w_format]
+
+    @property
+    def threads(self) -> int:
+        return LANES * self.n_waves * self.k_waves
+
+    @property
+    def m_tiles(self) -> int:
+        return self.tile_m // 16
+
+    @property
+    def n_tiles(self) -> int:
+        """16-row weight tiles of one wave."""
+        return self.rows // self.n_waves // 16
+
+    def w_scale_of(self, n: int) -> tuple[int, int]:
+        """(word, half of its 32 rows) of weight tile `n` of a wave."""
+        if self.pairing == "rows":
+            return n // 2, n % 2
+        return n // 4 * 2 + n % 2, n // 2 % 2
+
+    @property
+    def a_scale_words(self) -> int:
+        """Scale words a lane loads for the activation rows, one for 32."""
+        return -(-self.m_tiles // 2)
+
+    @property
+    def k_blocks(self) -> int:
+        return self.tile_k // MFMA_K
+
+    @property
+    def a_row_bytes(self) -> int:
+        return self.a.row_bytes(self.tile_k)
+
+    @property
+    def stage_bytes(self) -> int:
+        """LDS of one activation tile."""
+        return self.tile_m * self.a_row_bytes
+
+    @property
+    def acc_bytes(self) -> int:
+        """LDS of one group of waves' accumulators."""
+        return self.tile_m * self.rows * 4
+
+    @property
+    def lds_bytes(self) -> int:
+        loop = 2 * self.stage_bytes * self.k_waves
+        return max(loop, self.acc_bytes * self.k_waves if self.k_waves > 1 else 0)
+
+    @property
+    def vgprs(self) -> int:
+        """Registers a lane keeps through the loop: accumulators, two weight stages, operands."""
+        acc = 4 * self.m_tiles * self.n_tiles
+        weights = 2 * self.n_tiles * self.k_blocks * 4 * self.w.runs
+        scales = 2 * (self.n_tiles // 2 + self.a_scale_words)
+        operands = 4 * self.a.runs * min(self.m_tiles, 4)
+        row_offsets = self.stage_bytes // (CHUNK * LANES * self.n_waves)
+        return acc + weights + scales + operands + row_offsets + 32
+
+    def waves_per_eu(self, hint: int) -> int | None:
+        """`hint` as far as registers and LDS allow it without spilling; None for no hint.
+
+        A SIMD has 512 registers a lane (accumulation registers included) and a compute unit
+        four SIMDs and 160 KiB of LDS.
+        """
+        if hint <= 1:
+            return None
+        by_registers = 512 // self.vgprs
+        groups = (160 << 10) // self.lds_bytes
+        by_lds = max(1, groups * self.threads // LANES // 4)
+        return max(1, min(hint, by_registers, by_lds))
+
+
+def swizzle_bits(row_bytes: int) -> int:
+    """log2 of the 16-byte chunks of an LDS row: as many bits of the row permute them."""
+    return (row_bytes // CHUNK).bit_length() - 1
+
+
+def swizzled(offset: fx.Int32, bits: int) -> fx.Int32:
+    """The offset that LDS layout `Swizzle(bits, 4, 4)` gives a linear byte offset; its own inverse."""
+    return offset ^ (shift_right(offset, 4) & (((1 << bits) - 1) << 4))
+
+
+@dataclass(frozen=True)
+class MxOperands:
+    """Where one wave finds its operands. Offsets are bytes, for scales 32-bit words.
+
+    a: bytes of the activations; a_chunks: per-lane offset of the 16 bytes that each of the
+        wave's loads of a tile fetches at k = 0
+    w: bytes of the expert's weights; w_tiles: uniform offset of each 16-row tile at k = 0
+    a_scale, w_scale: words; a_scale_rows, w_scale_rows: uniform offset of each 32 rows' words
+    a_scale_shift: bits to shift an activation word so that the tile's first 16 rows are half 0
+    """
+
+    a: fx.Pointer
+    a_chunks: list[fx.Int32]
+    w: fx.Pointer
+    w_tiles: list[fx.Int32]
+    a_scale: fx.Pointer
+    a_scale_rows: list[fx.Int32]
+    w_scale: fx.Pointer
+    w_scale_rows: list[fx.Int32]
+    a_scale_shift: fx.Int32 | None = None
+
+
+class MxLoop(TraceObject):
+    """One wave's main loop: LDS buffers, register stages and accumulators.
+
+    `lds` points to `tile.lds_bytes` of LDS, `wave` is the wave's number in the workgroup.
+    """
+
+    def __init__(self, tile: MxTile, lds: fx.Pointer, wave: fx.Int32, lane: fx.Int32, w_cache: int):
+        self.tile = tile
+        self.lane = lane
+        self.wave_n = mod(wave, tile.n_waves)
+        self.wave_k = div(wave, tile.n_waves)
+        self.lds = lds
+        self.group_lds = lds + self.wave_k * (2 * tile.stage_bytes)
+        swizzle = fx.static(fx.SwizzleType.get(swizzle_bits(tile.a_row_bytes), 4, 4))
+        rows = fx.make_ordered_layout((tile.tile_m, tile.a_row_bytes, 2), (1, 0, 2))
+        staged = fx.make_view(self.group_lds, fx.make_composed_layout(swizzle, rows))
+        # (16 rows, 16 bytes, m tile, chunk of the row, buffer)
+        self.a_tiles = fx.flat_divide(staged, (16, CHUNK))
+        self.acc = fx.make_rmem_tensor((4, tile.n_tiles, tile.m_tiles), fx.Float32)
+        self.w_frag = fx.make_rmem_tensor(
+            (CHUNK * tile.w.runs, tile.n_tiles, tile.k_blocks, 2), fx.Uint8
+        )
+        self.w_scale = fx.make_rmem_tensor((1, tile.n_tiles // 2, 2), fx.Int32)
+        self.a_scale = fx.make_rmem_tensor((1, tile.a_scale_words, 2), fx.Int32)
+        self.load_w = fx.make_copy_atom(fx.rocdl.BufferCopy128b(w_cache), fx.Uint8)
+        self.load_scale = fx.make_copy_atom(fx.rocdl.BufferCopy32b(), fx.Int32)
+        self.load_lds = fx.make_copy_atom(fx.UniversalCopy128b(), fx.Uint8)
+        self.stage_a = fx.make_copy_atom(fx.rocdl.cdna4.BufferLoadAsyncLDS128b(), fx.Uint8)
+        self.operands: MxOperands | None = None
+
+    def a_chunk_rows(self) -> list[tuple[fx.Int32, fx.Int32]]:
+        """(tile row, byte in the row) that this lane fetches in each load of an activation tile.
+
+        LDS is filled linearly by the hardware, so the permutation that spreads rows over banks
+        is applied to what a lane fetches.
+        """
+        tile = self.tile
+        loads = tile.stage_bytes // (CHUNK * LANES * tile.n_waves)
+        result = []
+        for i in range(loads):
+            filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + self.lane * CHUNK
+            source = swizzled(filled, swizzle_bits(tile.a_row_bytes))
+            result.append((div(source, tile.a_row_bytes), mod(source, tile.a_row_bytes)))
+        return result
+
+    @traced
+    def run(self, operands: MxOperands, steps: int) -> None:
+        """Clear the accumulators and add this wave's `steps` steps of K into them.
+
+        Two steps an iteration, so that the register stage is known at compile time.
+        """
+        self.operands = operands
+        self.acc.fill(0)
+        first = self.wave_k * steps
+        self._prefetch(first, 0)
+        pairs = (steps - 1) // 2
+        if fx.const_expr(pairs > 0):
+            for pair in range(fx.Int32(0), fx.Int32(pairs)):
+                self._step(first + pair * 2, 0, True)
+                self._step(first + pair * 2 + 1, 1, True)
+        for i in fx.range_constexpr(2 * pairs, steps):
+            self._step(first + i, i % 2, i + 1 < steps)
+
+    def _step(self, k: fx.Int32, stage: int, prefetch: bool) -> None:
+        """Multiply step `k`, waiting in `stage`, and fetch step k + 1 into the other stage."""
+        fx.rocdl.wait_asyncmark(0)
+        fx.gpu.barrier()
+        if prefetch:
+            self._prefetch(k + 1, 1 - stage)
+        self._multiply(k, stage)
+
+    def _prefetch(self, k: fx.Int32, stage: int) -> None:
+        tile, op = self.tile, self.operands
+        for i, offset in enumerate(op.a_chunks):
+            filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + stage * tile.stage_bytes
+            fx.copy(
+                self.stage_a,
+                fx.make_view(op.a + offset, fx.make_layout(CHUNK, 1)),
+                fx.make_view(self.group_lds + filled, fx.make_layout(CHUNK, 1)),
+                soffset=k * tile.a_row_bytes,
+            )
+        fx.rocdl.asyncmark()
+        block_bytes = CHUNK * LANES * tile.w.runs
+        for n, offset in enumerate(op.w_tiles):
+            for block in range(tile.k_blocks):
+                for run in range(tile.w.runs):
+                    at = op.w + (self.lane * CHUNK + block * block_bytes + run * CHUNK * LANES)
+                    fx.copy(
+                        self.load_w,
+                        fx.make_view(at, fx.make_layout(CHUNK, 1)),
+                        self._w_run(n, block, run, stage),
+                        soffset=offset + k * (tile.k_blocks * block_bytes),
+                    )
+        word = div(k * tile.tile_k, SCALE_WORD_K) * LANES
+        for words, rows, frag in (
+            (op.w_scale, op.w_scale_rows, self.w_scale),
+            (op.a_scale, op.a_scale_rows, self.a_scale),
+        ):
+            for i, row in enumerate(rows):
+                fx.copy(
+                    self.load_scale,
+                    fx.make_view(words + self.lane, fx.make_layout(1, 1)),
+                    frag[None, i, stage],
+                    soffset=row + word,
+                )
+
+    def _w_run(self, n: int, block: int, run: int, stage: int) -> fx.Tensor:
+        frag = self.w_frag[None, n, block, stage]
+        return fx.make_view(fx.get_iter(frag) + run * CHUNK, fx.make_layout(CHUNK, 1))
+
+    def _multiply(self, k: fx.Int32, stage: int) -> None:
+        tile, op = self.tile, self.operands
+        w_words = [self.w_scale[None, i, stage].load()[0] for i in range(tile.n_tiles // 2)]
+        a_words = [self.a_scale[None, i, stage].load()[0] for i in range(tile.a_scale_words)]
+        if op.a_scale_shift is not None:
+            a_words = [shift_right(word, op.a_scale_shift) for word in a_words]
+        if tile.k_blocks == 1:
+            half = mod(k, 2) * 16
+            w_words = [shift_right(word, half) for word in w_words]
+            a_words = [shift_right(word, half) for word in a_words]
+        for block in range(tile.k_blocks):
+            for m in range(tile.m_tiles):
+                a_frag = self._load_a(m, block, stage)
+                for n in range(tile.n_tiles):
+                    acc = self.acc[None, n, m]
+                    word, half = tile.w_scale_of(n)
+                    fx.gemm(
+                        self._mfma(2 * block + half, 2 * block + m % 2),
+                        acc,
+                        self.w_frag[None, n, block, stage],
+                        a_frag,
+                        acc,
+                        scale_a=w_words[word],
+                        scale_b=a_words[m // 2],
+                    )
+
+    def _load_a(self, m: int, block: int, stage: int) -> fx.Tensor:
+        """A lane's operand: 16-byte run r holds the chunk 4 r + l div 16 of the block."""
+        runs = self.tile.a.runs
+        frag = fx.make_rmem_tensor(CHUNK * runs, fx.Uint8)
+        for run in range(runs):
+            chunk = (block * runs + run) * 4 + div(self.lane, 16)
+            fx.copy(
+                self.load_lds,
+                self.a_tiles[mod(self.lane, 16), None, m, chunk, stage],
+                fx.make_view(fx.get_iter(frag) + run * CHUNK, fx.make_layout(CHUNK, 1)),
+            )
+        return frag
+
+    def _mfma(self, w_select: int, a_select: int) -> fx.MmaAtom:
+        op = fx.rocdl.cdna4.MFMA_Scale(
+            16,
+            16,
+            MFMA_K,
+            self.tile.w.element(),
+            self.tile.a.element(),
+            opsel_a=w_select,
+            opsel_b=a_select,
+        )
+        return fx.make_mma_atom(op)
+
+    def reduce_k_waves(self) -> None:
+        """Add the accumulators of all K groups, through LDS; every group ends with the sum."""
+        tile = self.tile
+        fx.gpu.barrier()
+        if tile.k_waves == 1:
+            return
+        vectors = tile.n_tiles * tile.m_tiles
+        wave_words = 4 * LANES * vectors
+        layout = fx.make_layout(
+            (4, LANES, vectors, tile.n_waves, tile.k_waves),
+            (1, 4, 4 * LANES, wave_words, wave_words * tile.n_waves),
+        )
+        partial = fx.make_view(fx.recast_iter(fx.Float32, self.lds), layout)
+        move = fx.make_copy_atom(fx.UniversalCopy128b(), fx.Float32)
+        acc = fx.make_view(fx.get_iter(self.acc), fx.make_layout((4, vectors), (1, 4)))
+        for i in range(vectors):
+            fx.copy(move, acc[None, i], partial[None, self.lane, i, self.wave_n, self.wave_k])
+        fx.gpu.barrier()
+        for i in range(vectors):
+            total = None
+            for group in range(tile.k_waves):
+                part = partial[None, self.lane, i, self.wave_n, group].load()
+                total = part if total is None else total + part
+            acc[None, i].store(total)
+        fx.gpu.barrier()
