@@ -157,7 +157,8 @@ _devices: dict[int, Target] = {}
 def _device_target() -> Target:
     import torch
 
-    if not torch.cuda.is_available():
+    # Asking whether there is a device costs a driver call; a device seen once stays.
+    if not _devices and not torch.cuda.is_available():
         raise TargetError(
             "torch sees no GPU, so there is nothing to compile for; to build ahead of time use "
             "python -m aiter.aot.flydsl.moe, to choose a target in Python use "
