@@ -85,7 +85,7 @@ def mfma(d: Decoder, inst: Inst) -> Run:
     per_lane = size * depth // 64
     if size not in (16, 32) or result == "f64" or per_lane < 1 or "xf32" in names:
         raise NotImplementedError("this matrix form")
-    if any(int(inst.attrs.get(n, 0)) for n in ("cbsz", "abid", "blgp")):
+    if any(inst.attrs.get(n, 0) not in (0, "none") for n in ("cbsz", "abid", "blgp")):
         raise NotImplementedError("broadcast modifiers of MFMA")
     left = _decoder(d, names[0], kinds[0])
     right = _decoder(d, names[-1], kinds[1])
