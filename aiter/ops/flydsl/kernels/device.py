@@ -87,7 +87,7 @@ def store_bits(buffer: fx.Pointer, offset: fx.Int32, value: fx.Numeric | fx.Vect
     """Store `value` at `offset` bytes of a bounds-checked buffer; beyond its end is dropped."""
     rsrc = fx.rocdl.get_buffer_rsrc(buffer)
     zero = fx.Int32(0).ir_value()
-    fx.rocdl.raw_ptr_buffer_store(as_ir_value(value), rsrc, offset.ir_value(), zero)
+    fx.rocdl.raw_ptr_buffer_store(as_ir_value(value), rsrc, fx.Int32(offset).ir_value(), zero)
 
 
 def load_word(address: fx.Int64, index: fx.Int32 | int) -> fx.Int32:

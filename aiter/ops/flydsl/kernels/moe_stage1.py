@@ -57,7 +57,6 @@ class Stage1Key:
     tile: MxTile
     sort_block_m: int
     activation: str
-    limited: bool  # the activation clamps at the runtime argument `limit`
     requant: str | None  # "fp8" | "fp4" | None for bf16
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
@@ -85,7 +84,7 @@ class Stage1Key:
 @kernel_builder
 def build_stage1(key: Stage1Key) -> flyc.JitFunction:
     """Launcher (out, out_scale, a, w1, a_scale, w1_scale, sorted_ids, expert_ids, num_valid,
-    tokens, m_blocks, limit, stream); `m_blocks` is the capacity in tile_m rows."""
+    tokens, groups, limit, stream); `groups` covers every work item, `limit` is infinite for none."""
     tile = key.tile
 
     @flyc.kernel(known_block_size=[tile.threads, 1, 1])
@@ -131,7 +130,7 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
         expert_ids: fx.Int64,
         num_valid: fx.Int64,
         tokens: fx.Int32,
-        m_blocks: fx.Int32,
+        groups: fx.Int32,
         limit: fx.Float32,
         stream: fx.Stream,
     ):
@@ -147,7 +146,7 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
             num_valid,
             tokens,
             limit,
-        ).launch(grid=(m_blocks * key.n_blocks, 1, 1), block=(tile.threads, 1, 1), stream=stream)
+        ).launch(grid=(groups, 1, 1), block=(tile.threads, 1, 1), stream=stream)
 
     return hinted(launch_moe_stage1, key.waves_per_eu)
 
@@ -206,8 +205,7 @@ def _activated(
     """The lane's four columns of 16-column group `pair` in row tile `m`."""
     gate = loop.acc[None, 2 * pair, m].load()
     up = loop.acc[None, 2 * pair + 1, m].load()
-    bound = limit if key.limited else None
-    return [gated(key.activation, gate[i], up[i], bound) for i in range(4)]
+    return [gated(key.activation, gate[i], up[i], limit) for i in range(4)]
 
 
 def _store(

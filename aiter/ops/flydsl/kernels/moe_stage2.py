@@ -15,9 +15,9 @@ slot(r), :] (`reduce`, summed later by `moe_reduce`).
     num_valid     (2) i32: padded number of sorted rows, tokens
     out           (tokens, model_dim) or (tokens * topk, model_dim) bf16
 
-A work item is tile_m sorted rows by tile_n columns. Workgroups take items
-`item, item + grid, ...`: with a grid that covers all of them each does one, with a persistent
-grid each walks over several. The accumulators pass through LDS once, so that a wave stores
+A work item is tile_m sorted rows by tile.rows columns. Workgroups take items
+`item, item + groups, ...`: a grid that covers all items and a persistent one, which fits the
+machine and walks over them, run the same code. The accumulators pass through LDS once, so that a wave stores
 or adds whole rows of consecutive columns.
 """
 
@@ -60,7 +60,6 @@ class Stage2Key:
     weighted: bool
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
-    persistent_groups: int  # workgroups of the persistent grid, 0 for one item each
     waves_per_eu: int | None
 
     @property
@@ -86,7 +85,7 @@ class Stage2Key:
 @kernel_builder
 def build_stage2(key: Stage2Key) -> flyc.JitFunction:
     """Launcher (out, a2, w2, a2_scale, w2_scale, sorted_ids, expert_ids, sorted_weights,
-    num_valid, tokens, m_blocks, stream); `m_blocks` is the capacity in tile_m rows."""
+    num_valid, tokens, groups, stream); `groups` is the grid, of any size from 1 up."""
     tile = key.tile
 
     @flyc.kernel(known_block_size=[tile.threads, 1, 1])
@@ -134,10 +133,9 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
         sorted_weights: fx.Int64,
         num_valid: fx.Int64,
         tokens: fx.Int32,
-        m_blocks: fx.Int32,
+        groups: fx.Int32,
         stream: fx.Stream,
     ):
-        groups = fx.Int32(key.persistent_groups) if key.persistent_groups else m_blocks * key.n_blocks
         moe_stage2(
             out,
             a2,

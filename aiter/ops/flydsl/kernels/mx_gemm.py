@@ -154,18 +154,20 @@ class MxTile:
         row_offsets = self.stage_bytes // (CHUNK * LANES * self.n_waves)
         return acc + weights + scales + operands + row_offsets + 32
 
-    def waves_per_eu(self, hint: int) -> int | None:
-        """`hint` as far as registers and LDS allow it without spilling; None for no hint.
+    def resident_groups(self) -> int:
+        """Workgroups a compute unit holds at once, by registers and LDS.
 
         A SIMD has 512 registers a lane (accumulation registers included) and a compute unit
         four SIMDs and 160 KiB of LDS.
         """
-        if hint <= 1:
-            return None
-        by_registers = 512 // self.vgprs
-        groups = (160 << 10) // self.lds_bytes
-        by_lds = max(1, groups * self.threads // LANES // 4)
-        return max(1, min(hint, by_registers, by_lds))
+        waves = 4 * (512 // self.vgprs)
+        return max(1, min(waves * LANES // self.threads, (160 << 10) // self.lds_bytes))
+
+    def waves_per_eu(self, hint: int) -> int | None:
+        """`hint` as far as registers and LDS allow it without spilling; None for no hint."""
+        held = self.resident_groups() * self.threads // LANES // 4
+        allowed = min(hint, held, 512 // self.vgprs)
+        return allowed if allowed > 1 else None
 
 
 def swizzle_bits(row_bytes: int) -> int:

@@ -34,10 +34,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import flydsl.compiler as flyc
 import flydsl.expr as fx
 import torch
 from flydsl.compiler.jit_argument import resolve_signature
 from flydsl.compiler.jit_function import JitFunction
+
+from aiter import env
+from aiter.jit.utils.backend import ArtifactKey, artifact_key, own_launch
+from aiter.jit.utils.toolkit import toolkit_env
 
 _SLOT_NAMES = {fx.Int64: "i64", fx.Int32: "i32", fx.Float32: "f32", fx.Stream: "stream"}
 _I32_RANGE = (-(1 << 31), (1 << 32) - 1)
@@ -101,6 +106,29 @@ def placeholder_args(launcher: JitFunction) -> list[Any]:
     """Arguments that compile `launcher` without naming memory: zeros and the default stream."""
     zero = {"i64": 0, "i32": 0, "f32": 0.0, "stream": None}
     return [zero[slot] for _, slot in _slots(launcher)]
+
+
+# ---------------------------------------------------------------- compiling without starting
+
+
+def compile_artifact(launcher: JitFunction) -> None:
+    """Compile `launcher` for the pinned target into the cache, or find it there.
+
+    Raises DeviceLibraryError for a kernel that needs one, ToolkitError without a linker and
+    FlyDSL's DSLCompileError. LLVM may abort the process instead: call it in a worker.
+    """
+    with toolkit_env(), own_launch(), env.overlay({"COMPILE_ONLY": "1"}):
+        launcher(*_jit_args(launcher))
+
+
+def artifact_of(launcher: JitFunction) -> ArtifactKey:
+    """The cache file `launcher` has for the pinned target, found by tracing alone."""
+    with own_launch():
+        return artifact_key(launcher, tuple(_jit_args(launcher)))
+
+
+def _jit_args(launcher: JitFunction) -> list[Any]:
+    return [*placeholder_args(launcher)[:-1], fx.Stream(None)]
 
 
 # ---------------------------------------------------------------- interception
@@ -281,6 +309,5 @@ def _run_compiled(exe: JitFunction, *args: Any) -> None:
 
 def _first_call(exe: JitFunction, packed: list[Any]) -> Callable[..., Any] | None:
     """Compile and execute once; None in compile-only mode, where only the cache is filled."""
-    import flydsl.compiler as flyc
-
-    return flyc.compile(exe, *packed)
+    with toolkit_env(), own_launch():
+        return flyc.compile(exe, *packed)

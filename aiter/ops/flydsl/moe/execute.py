@@ -1,0 +1,184 @@
+"""Run a plan: allocate what lies between the launches and make them in order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from aiter.ops.flydsl.kernels.moe_reduce import build_reduce
+from aiter.ops.flydsl.kernels.moe_sort import build_sort
+from aiter.ops.flydsl.kernels.moe_stage1 import build_stage1
+from aiter.ops.flydsl.kernels.moe_stage2 import build_stage2
+from aiter.ops.flydsl.kernels.mx_gemm import FORMATS
+from aiter.ops.flydsl.kernels.mx_quant_rows import build_quant_rows
+from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
+
+from .request import MoeRequest
+from .selection import Plan
+from .sizes import scale_words, sort_chunks
+
+_ZERO_BYTES = 16  # what the sort's zeroing stores at once
+
+
+@dataclass(frozen=True)
+class MoeTensors:
+    """A call's tensors. x [M, D] bf16; w1 [E, 2 I, D], w2 [E, D, I] and their e8m0 scales,
+    shuffled; topk_ids, topk_weights [M, k] i32, f32; num_local_tokens [1] i32 or None."""
+
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    w1_scale: torch.Tensor
+    w2_scale: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    num_local_tokens: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    ids: torch.Tensor
+    weights: torch.Tensor
+    experts: torch.Tensor
+    num_valid: torch.Tensor
+    route_rows: torch.Tensor
+
+
+def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) -> torch.Tensor:
+    """The result [M, D] bf16 of `plan` on `tensors`, on the current stream of their device.
+
+    limit: where the activation clamps gate and up; infinite for nowhere.
+    Raises ValueError for weight scales that are smaller than the kernels read.
+    """
+    x = tensors.x
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    tokens, device = request.tokens, x.device
+    out = torch.empty(tokens, request.model_dim, dtype=torch.bfloat16, device=device)
+    if tokens == 0:
+        return out
+    _check_scales(request, tensors)
+    routes = _sort(plan, request, tensors, out, stream)
+
+    stage1, stage2 = plan.stage1, plan.stage2
+    quantised = _bytes(tokens, FORMATS[plan.quant.fmt].row_bytes(request.model_dim), device)
+    scale = _scales(plan.capacity, request.model_dim, device)
+    _run_compiled(
+        build_quant_rows(plan.quant), quantised, scale, x, routes.route_rows, tokens, stream
+    )
+    hidden = _bytes(plan.capacity, stage1.out_row_bytes, device)
+    hidden_scale = _scales(plan.capacity, request.inter_dim, device)
+    _run_compiled(
+        build_stage1(stage1),
+        hidden,
+        hidden_scale,
+        quantised,
+        tensors.w1,
+        scale,
+        tensors.w1_scale,
+        routes.ids,
+        routes.experts,
+        routes.num_valid,
+        tokens,
+        plan.stage1_groups,
+        limit,
+        stream,
+    )
+    if plan.requant is not None:
+        rows = _bytes(
+            plan.capacity, FORMATS[plan.requant.fmt].row_bytes(request.inter_dim), device
+        )
+        _run_compiled(
+            build_quant_rows(plan.requant),
+            rows,
+            hidden_scale,
+            hidden,
+            routes.num_valid,
+            plan.capacity,
+            stream,
+        )
+        hidden = rows
+    target = out
+    if plan.reduce is not None:
+        target = torch.empty(
+            tokens * request.topk, request.model_dim, dtype=torch.bfloat16, device=device
+        )
+    _run_compiled(
+        build_stage2(stage2),
+        target,
+        hidden,
+        tensors.w2,
+        hidden_scale,
+        tensors.w2_scale,
+        routes.ids,
+        routes.experts,
+        routes.weights,
+        routes.num_valid,
+        tokens,
+        plan.stage2_groups,
+        stream,
+    )
+    if plan.reduce is not None:
+        _run_compiled(build_reduce(plan.reduce), out, target, tokens, stream)
+    return out
+
+
+def _sort(
+    plan: Plan, request: MoeRequest, tensors: MoeTensors, out: torch.Tensor, stream: int | None
+) -> _Sorted:
+    """Sort the routes; where stage 2 accumulates, clear `out` along the way."""
+    device = out.device
+    ints = {"dtype": torch.int32, "device": device}
+    routes = request.tokens * request.topk
+    chunks = sort_chunks(request.tokens, request.topk)
+    result = _Sorted(
+        ids=torch.empty(plan.capacity, **ints),
+        weights=torch.empty(plan.capacity, dtype=torch.float32, device=device),
+        experts=torch.empty(plan.capacity // plan.stage1.sort_block_m, **ints),
+        num_valid=torch.empty(2, **ints),
+        route_rows=torch.empty(routes, **ints),
+    )
+    counts = torch.empty(chunks * plan.sort[0].threads, **ints) if chunks > 1 else None
+    zero = out if plan.reduce is None else None
+    for key in plan.sort:
+        _run_compiled(
+            build_sort(key),
+            tensors.topk_ids,
+            tensors.topk_weights,
+            result.ids,
+            result.weights,
+            result.experts,
+            result.num_valid,
+            result.route_rows,
+            counts,
+            tensors.num_local_tokens,
+            zero,
+            request.tokens,
+            chunks,
+            request.tokens * request.model_dim * 2 // _ZERO_BYTES if zero is not None else 0,
+            stream,
+        )
+    return result
+
+
+def _bytes(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+
+
+def _scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(scale_words(rows, columns), dtype=torch.int32, device=device)
+
+
+def _check_scales(request: MoeRequest, tensors: MoeTensors) -> None:
+    for name, scale, rows, columns in (
+        ("w1_scale", tensors.w1_scale, 2 * request.inter_dim, request.model_dim),
+        ("w2_scale", tensors.w2_scale, request.model_dim, request.inter_dim),
+    ):
+        needed = 4 * scale_words(request.experts * rows, columns)
+        held = math.prod(scale.shape) * scale.element_size()
+        if held < needed:
+            raise ValueError(
+                f"{name} {tuple(scale.shape)} holds {held} bytes, {request.experts} experts of "
+                f"{rows} rows of {columns} elements need {needed}: shuffle it with shuffle_scale"
+            )
