@@ -9,4 +9,5 @@ from . import (  # noqa: F401
     ops_memory,
     ops_struct,
     ops_sync,
+    ops_transpose,
 )

@@ -399,3 +399,42 @@ def perm(d: Decoder, inst: Inst) -> Run:
         v[r] = got.astype(np.uint8).view(np.int32)[:, 0]
 
     return run
+
+
+_REDUCE: dict[str, Op2] = {
+    "add": np.add,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "smax": np.maximum,
+    "smin": np.minimum,
+    "umax": _unsigned_op(np.maximum),
+    "umin": _unsigned_op(np.minimum),
+    "fmax": np.fmax,
+    "fmin": np.fmin,
+    "fmaximum": np.maximum,
+    "fminimum": np.minimum,
+    "fadd": np.add,
+    "fmul": np.multiply,
+}
+
+
+@handles("llvm.intr.vector.reduce.*")
+def vector_reduce(d: Decoder, inst: Inst) -> Run:
+    """Element by element in order; fadd and fmul begin with their first operand."""
+    op, r = _REDUCE[inst.name.rsplit(".", 1)[1]], inst.results[0]
+    *start, a = inst.args
+    kind = inst.arg_types[-1]
+
+    def run(v: list, s: object) -> None:
+        values = as_float(v[a], kind)
+        columns = [values[:, n] for n in range(kind.count)]
+        if start:
+            columns.insert(0, as_float(v[start[0]], kind))
+        total = columns[0]
+        for column in columns[1:]:
+            total = op(total, column)
+        v[r] = as_kind(total, kind) if kind.is_bf16 else total
+
+    return run

@@ -67,3 +67,49 @@ class KernelStats:
             if len(touched):
                 extra += int(np.bincount(touched % self.banks).max()) - 1
         return extra
+
+    def add(self, other: KernelStats) -> None:
+        """Sum in the counters of another run of the kernel."""
+        self.launches += other.launches
+        self.instructions += other.instructions
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def summary(self, name: str) -> str:
+        """Two lines of text."""
+        kinds = Counter()
+        for instruction, count in self.instructions.items():
+            kinds[kind_of(instruction)] += count
+        by_kind = ", ".join(f"{k} {n}" for k, n in kinds.most_common())
+        return (
+            f"{name}: {self.launches} launches, read {self.read_bytes} B, write "
+            f"{self.write_bytes} B, atomic {self.atomic_bytes} B, LDS read {self.lds_read_bytes} B, "
+            f"LDS write {self.lds_write_bytes} B, bank conflicts {self.conflicts} cycles\n"
+            f"    {by_kind}"
+        )
+
+
+_SUMS = (
+    "read_bytes",
+    "write_bytes",
+    "atomic_bytes",
+    "lds_read_bytes",
+    "lds_write_bytes",
+    "conflicts",
+)
+_KINDS = (
+    ("matrix", ("mfma", "wmma")),
+    ("copy to LDS", (".lds", "tensor.")),
+    ("memory", ("load", "store", "atomic", "cmpxchg")),
+    ("lane exchange", ("dpp", "permute", "permlane", "readfirst", "readlane", "swizzle", "ballot")),
+    ("synchronisation", ("barrier", "wait", "fence", "sleep", "asyncmark")),
+    ("conversion", ("cvt", "trunc", "ext", "tofp", "fpto")),
+)
+
+
+def kind_of(instruction: str) -> str:
+    """A coarse class of an operation's name."""
+    for kind, parts in _KINDS:
+        if any(part in instruction for part in parts):
+            return kind
+    return "arithmetic"
