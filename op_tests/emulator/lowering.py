@@ -194,3 +194,10 @@ def _split(raw: np.ndarray, kind: Type) -> object:
             _split(raw[o : o + f.size], f) for o, f in zip(offsets, kind.fields, strict=False)
         )
     return from_bytes(raw.reshape(1, -1).copy(), kind)
+
+
+def parse_program(text: str, arch: str, entry: str) -> Program:
+    """A :class:`Program` from the text of an already lowered module."""
+    ir, jit, _ = _flydsl()
+    with jit._create_mlir_context():
+        return read_program(ir.Module.parse(text), ir, arch, entry)

@@ -1,0 +1,1 @@
+"""Tests of the emulator itself: operations against scalar references, and kernels broken on purpose."""
