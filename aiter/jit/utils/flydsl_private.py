@@ -149,3 +149,8 @@ def trace(launcher: JitFunction, args: tuple[Any, ...]) -> TracedModule:
         toolchain=_jit._flydsl_key(),
         mlir=text,
     )
+
+
+def compiled_texts(launcher: JitFunction) -> tuple[str, ...]:
+    """Final module texts of what ``launcher`` compiled or loaded in this process, oldest first."""
+    return tuple(artifact.ir for artifact in launcher._mem_cache.values())

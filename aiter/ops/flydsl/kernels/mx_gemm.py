@@ -152,7 +152,7 @@ class MxTile:
         scales = 2 * (self.n_tiles // 2 + self.a_scale_words)
         operands = 4 * self.a.runs * min(self.m_tiles, 4)
         row_offsets = self.stage_bytes // (CHUNK * LANES * self.n_waves)
-        return acc + weights + scales + operands + row_offsets + 32
+        return acc + weights + scales + operands + row_offsets
 
     def resident_groups(self) -> int:
         """Workgroups a compute unit holds at once, by registers and LDS.
@@ -164,9 +164,12 @@ class MxTile:
         return max(1, min(waves * LANES // self.threads, (160 << 10) // self.lds_bytes))
 
     def waves_per_eu(self, hint: int) -> int | None:
-        """`hint` as far as registers and LDS allow it without spilling; None for no hint."""
-        held = self.resident_groups() * self.threads // LANES // 4
-        allowed = min(hint, held, 512 // self.vgprs)
+        """`hint` as far as the registers allow it; None where it has no effect.
+
+        Asked for w waves, LLVM gives each half of its 512 / w registers for values and half for
+        accumulation; a tile that needs more of the former has them copied to and fro.
+        """
+        allowed = min(hint, 512 // (2 * self.vgprs))
         return allowed if allowed > 1 else None
 
 

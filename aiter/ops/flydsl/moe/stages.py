@@ -5,7 +5,7 @@ A name is a set of parameters of one pair of kernels. What a parameter becomes:
     tile m x n x k   the workgroup's tile. n counts output columns, in stage 1 with interleaved
                      gate and up weight rows, two for each column. Halved, or 128 for n of
                      stage 1, where the shape is no multiple of it.
-    w                waves a SIMD, as far as the tile's registers and LDS allow without spilling
+    w                waves a SIMD, as far as the tile's registers allow without copies; often none
     bnt              cache policy of the weight loads
     xcd              row blocks that a die's consecutive workgroups walk over
     kw               groups of waves that split K
