@@ -218,9 +218,7 @@ class Batch:
             now = np.flatnonzero(rank == turn)
             old = self._raw_load(space, owner[now], at[now], size, lanes[now])
             new = update(old, lanes[now])
-            changed = (new != old).any()
-            self._raw_store(space, owner[now], at[now], new)
-            self.group.grid.changes += bool(changed)
+            self._raw_store(space, owner[now], at[now], new, bool((new != old).any()))
             result[lanes[now]] = old
         self.group.stats.atomic(size * len(lanes))
         return result
@@ -234,14 +232,16 @@ class Batch:
             fault.lane = int(lanes[fault.lane])
             raise
 
-    def _raw_store(self, space, owner, at, data) -> None:
+    def _raw_store(self, space, owner, at, data, changed: bool) -> None:
+        """A polling atomic that changes nothing is no progress."""
+        memory = self.group.memory
         if space == 3:
             self.group.lds.store(owner, at, data)
+            self.group.grid.changes += changed
         else:
-            memory = self.group.memory
             before = memory.changes
             memory.store(at, data)
-            memory.changes = before
+            memory.changes = before + changed
 
 
 def pointee_size(kind: Type) -> int:

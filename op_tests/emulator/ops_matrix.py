@@ -121,10 +121,11 @@ def scaled_operand(d: Decoder, text: object, kind: Type) -> Callable[[np.ndarray
     low = format_named(_MATRIX_FORMATS[str(text)], d.arch)
     size = {8: 32, 6: 24, 4: 16}[low.bits]
     if low.bits == 4:
-        table = np.stack([low.values[np.arange(256) & 15], low.values[np.arange(256) >> 4]], -1)
+        code = np.arange(256)
+        pairs = np.stack([low.values[code & 15], low.values[code >> 4]], -1).view(np.uint64)[:, 0]
 
         def run(x: np.ndarray) -> np.ndarray:
-            return table[to_bytes(x, kind)[:, :size]].reshape(len(x), -1)
+            return pairs[to_bytes(x, kind)[:, :size]].view(np.float32)
 
         return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from .code import Code, EmulationError, decode
 from .lowering import flydsl_arch, jit_calls, lower
 from .memory import Allocation, GlobalMemory
 from .program import Function, Program
+from .ranks import Ranks
 from .scheduler import Geometry, Grid, Options
 from .stats import KernelStats
 
@@ -26,6 +27,7 @@ class Emulator:
         self.memory = GlobalMemory()
         self.stats: dict[str, KernelStats] = {}
         self._detailed = detailed_stats
+        self._ranks: Ranks | None = None
 
     def register(
         self, tensor: torch.Tensor, label: str = "", scratch: bool = False
@@ -40,8 +42,28 @@ class Emulator:
 
     def launch(self, launcher, args: tuple, kwargs: dict | None = None) -> None:
         """Run one launch of a JitFunction to its end."""
-        for _ in self.rounds(launcher, args, kwargs or {}):
-            pass
+        steps = self.rounds(launcher, args, kwargs or {})
+        rank = self._ranks.current() if self._ranks else None
+        if rank is not None:
+            rank.drive(steps)
+        else:
+            for _ in steps:
+                pass
+
+    def run_ranks(self, functions: Sequence[Callable[[], object]]) -> list[object]:
+        """Call one host function a rank, all at once over one address space; their results.
+
+        Kernels of different ranks advance in turns, so ranks may wait for each other's writes.
+        Tensors that other ranks touch must be registered.
+        """
+        if self._ranks is not None:
+            raise RuntimeError("run_ranks inside run_ranks")
+        seed = self.options.seed if self.options.order == "random" else None
+        self._ranks = Ranks(functions, seed)
+        try:
+            return self._ranks.run()
+        finally:
+            self._ranks = None
 
     def rounds(self, launcher, args: tuple, kwargs: dict) -> Iterator[Grid]:
         """The same step by step: yields a grid whenever its batches have had a turn."""
