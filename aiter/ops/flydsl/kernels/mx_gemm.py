@@ -275,6 +275,8 @@ class MxLoop(TraceObject):
         if prefetch:
             self._prefetch(k + 1, 1 - stage)
         self._multiply(k, stage)
+        # Operands of the next step wait for its barrier: fetched earlier they only cost registers.
+        fx.rocdl.sched_barrier(0)
 
     def _prefetch(self, k: fx.Int32, stage: int) -> None:
         tile, op = self.tile, self.operands

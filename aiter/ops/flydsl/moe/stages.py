@@ -31,8 +31,6 @@ from .sizes import stage2_epilogue
 
 _FORMAT = {FP4: "fp4", FP8: "fp8"}
 _ACTIVATION = {ActivationType.Silu: "silu"}
-_MAX_WAVES = 8
-_WAVE_COLUMNS = 32  # a scale block of stage 1's output stays within a wave
 
 
 def unsupported(request: MoeRequest) -> str | None:
@@ -70,12 +68,17 @@ def _check_formats(request: MoeRequest, name: Moe1Name | Moe2Name) -> None:
         )
 
 
-def _waves(tile_m: int, a_row_bytes: int, columns: int) -> int:
-    """Waves that share a tile's columns: whole wave loads of the activation tile each."""
-    waves = min(4 if columns <= 128 else _MAX_WAVES, columns // _WAVE_COLUMNS)
-    while tile_m * a_row_bytes % (CHUNK * LANES * waves):
-        waves -= 1
-    while columns % (waves * _WAVE_COLUMNS):
+def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
+    """Waves that share a tile's weight rows.
+
+    64 rows each, which reuse an activation operand four times and leave room for 128 activation
+    rows in registers. Down to `least_rows` where a wave would make more than eight loads of the
+    activation tile, whose addresses fill the scalar registers; more rows where the tile would
+    not be a whole load of every wave.
+    """
+    loads = tile_m * a_row_bytes // (CHUNK * LANES)
+    waves = max(1, rows // 64, min(loads // 8, rows // least_rows))
+    while rows % (waves * 32) or loads % waves:
         waves -= 1
     return waves
 
@@ -92,6 +95,8 @@ def stage1_key(request: MoeRequest, name: Moe1Name, block_m: int) -> Stage1Key:
         raise NotImplementedError("a grid split of K is not supported")
     interleaved = name.gate_mode == GateMode.INTERLEAVE
     columns = name.tile_n // 2 if interleaved else name.tile_n
+    if columns % 32:
+        raise NotImplementedError(f"{columns} columns are no whole scale blocks")
     if request.inter_dim % columns:
         columns = 128
     tile_k = name.tile_k
@@ -112,7 +117,7 @@ def stage1_key(request: MoeRequest, name: Moe1Name, block_m: int) -> Stage1Key:
         tile_m=name.tile_m,
         rows=2 * columns,
         tile_k=tile_k,
-        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), columns),
+        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), 2 * columns, 64),
         k_waves=name.k_wave,
         pairing="rows" if interleaved else "halves",
     )
@@ -133,7 +138,7 @@ def stage2_key(request: MoeRequest, name: Moe2Name, block_m: int) -> Stage2Key:
     """The build key of stage 2 with the parameters of `name` and sort blocks of `block_m`."""
     _check_formats(request, name)
     tile_k = name.tile_k if request.inter_dim % name.tile_k == 0 else 128
-    if block_m % name.tile_m or request.model_dim % name.tile_n:
+    if block_m % name.tile_m or request.model_dim % name.tile_n or name.tile_n % LANES:
         raise NotImplementedError(
             f"tile {name.tile_m}x{name.tile_n} does not divide blocks of {block_m} rows by "
             f"model_dim {request.model_dim}"
@@ -145,7 +150,7 @@ def stage2_key(request: MoeRequest, name: Moe2Name, block_m: int) -> Stage2Key:
         tile_m=name.tile_m,
         rows=name.tile_n,
         tile_k=tile_k,
-        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), name.tile_n),
+        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), name.tile_n, 32),
     )
     epilogue = stage2_epilogue(
         name.epilogue,
