@@ -1,0 +1,129 @@
+"""Launches against a cache and its manifest: what is missing, damaged or other than asked for.
+
+Compiles nothing, writes nothing and needs no linker: each distinct launch is traced for its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import manifest
+from .common import LaunchRequest
+from .compiling import Traced, TraceTask, cpu_seconds, trace_launch
+from .manifest import Artifact, Manifest, launch_id
+from .pool import WorkerPool
+
+_ROWS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A launch the cache cannot serve: who asks for it, what is wrong, what differs."""
+
+    request: LaunchRequest
+    file: str
+    problem: str
+    difference: str
+
+    def __str__(self) -> str:
+        rows = ", ".join(self.request.rows[:_ROWS_SHOWN])
+        more = len(self.request.rows) - _ROWS_SHOWN
+        rows += f" and {more} more" if more > 0 else ""
+        build = self.request.launch.build  # type: ignore[attr-defined]
+        parts = [f"[MISS] {rows}: {self.request.gfx} {build}: {self.problem}"]
+        parts += [f"({self.file})"] if self.file else []
+        parts += [f"; {self.difference}"] if self.difference else []
+        return " ".join(parts).replace(" ; ", "; ")
+
+
+@dataclass
+class CheckResult:
+    """What a check found. trace_cpu_s: the sum over launches; cpu_s: of the whole phase."""
+
+    hits: int = 0
+    misses: list[Miss] = field(default_factory=list)
+    trace_cpu_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def check(
+    requests: Sequence[LaunchRequest],
+    contexts: dict[str, dict[str, str]],
+    cache: Path,
+    workers: int,
+    timeout: float,
+) -> CheckResult:
+    """Look for every launch of `requests` in `cache`. contexts: this run's, by architecture."""
+    began = cpu_seconds()
+    result = CheckResult()
+    try:
+        held, absent = manifest.read(cache), f"{cache} has no {manifest.MANIFEST}"
+    except manifest.ManifestError as error:
+        held, absent = None, str(error)
+    if held is None:
+        result.misses = [Miss(request, "", absent, "build the cache first") for request in requests]
+        return result
+    tasks = {TraceTask(request.gfx, request.launch): request for request in requests}
+    with WorkerPool(trace_launch, workers, timeout=timeout) as pool:
+        for done in pool.run(tasks):
+            request, traced = tasks[done.task], done.result
+            if traced is None:
+                problem = f"its key cannot be found: {done.failure}"
+                result.misses.append(Miss(request, "", problem, ""))
+                continue
+            result.trace_cpu_s += traced.cpu_s
+            miss = _miss(request, traced, contexts[request.gfx], held, cache)
+            if miss is None:
+                result.hits += 1
+            else:
+                result.misses.append(miss)
+    result.cpu_s = cpu_seconds() - began
+    return result
+
+
+def _miss(
+    request: LaunchRequest, traced: Traced, context: dict[str, str], held: Manifest, cache: Path
+) -> Miss | None:
+    listed = held.artifacts.get(traced.file)
+    if listed is not None:
+        damage = listed.record.damage(cache)
+        return None if damage is None else Miss(request, traced.file, damage, "")
+    problem = "no such artifact was built"
+    if (cache / traced.file).exists():
+        problem = "the file is there, but the manifest does not list it"
+    return Miss(request, traced.file, problem, _difference(request, traced, context, held))
+
+
+def _difference(
+    request: LaunchRequest, traced: Traced, context: dict[str, str], held: Manifest
+) -> str:
+    """Which part of the key parts this launch from the nearest artifact of its function."""
+    same_launch = held.of_launch(request.gfx, launch_id(request.launch))
+    if same_launch:
+        built = held.contexts[same_launch[0].context]
+        pairs = _pairs(context, built)
+        names = [name for name in pairs if name not in ("linker", "aiter")]
+        if not names:
+            return "the artifact of this build key has another key, though nothing recorded differs"
+        shown = "; ".join(f"{name} {pairs[name][0]}, built with {pairs[name][1]}" for name in names)
+        return f"the artifact of this build key differs in {shown}"
+    fields = manifest.key_fields(request.launch.build.key)  # type: ignore[attr-defined]
+    function = traced.key.function_name
+    nearest = _nearest(fields, [a for a in held.artifacts.values() if a.function == function])
+    if nearest is None:
+        return f"no artifact of {function} was built"
+    pairs = _pairs({**fields, "arch": request.gfx}, {**nearest.key, "arch": nearest.gfx})
+    shown = "; ".join(f"{name} {mine}, built with {theirs}" for name, (mine, theirs) in pairs.items())
+    return f"the nearest artifact of {function} differs in {shown or 'its signature'}"
+
+
+def _nearest(fields: dict[str, str], artifacts: list[Artifact]) -> Artifact | None:
+    return min(artifacts, key=lambda artifact: len(_pairs(fields, artifact.key)), default=None)
+
+
+def _pairs(mine: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
+    names = sorted(mine.keys() | theirs.keys())
+    pairs = {name: (mine.get(name, "-"), theirs.get(name, "-")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
