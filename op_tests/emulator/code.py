@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .program import Function, Inst, Program
-from .types import Type
+from .lltypes import Type
 
 Run = Callable[[list, object], None]
 Handler = Callable[["Decoder", Inst], "Run | None"]

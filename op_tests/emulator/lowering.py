@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .program import Program, read_program
-from .types import Type, from_bytes
+from .lltypes import Type, from_bytes
 
 SUPPORTED_FLYDSL = ("0.5.0",)
 _programs: dict[tuple[str, str], Program] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .memory import LDS_APERTURE, PRIVATE_APERTURE, Bank, MemoryFault
-from .types import Type
+from .lltypes import Type
 
 if TYPE_CHECKING:
     from .scheduler import Group

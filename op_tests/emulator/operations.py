@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     ops_arith,
+    ops_call,
     ops_convert,
     ops_host,
     ops_lanes,
@@ -9,5 +10,7 @@ from . import (  # noqa: F401
     ops_memory,
     ops_struct,
     ops_sync,
+    ops_tensor,
     ops_transpose,
+    ops_wmma,
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .program import Inst
-from .types import Type, bf16_to_f32, f32_to_bf16, unsigned
+from .lltypes import Type, bf16_to_f32, f32_to_bf16, unsigned
 
 Array = np.ndarray
 Op2 = Callable[[Array, Array], Array]
@@ -244,6 +244,15 @@ _FLOAT: dict[str, Callable[..., Array]] = {
     "rocdl.cos": _native(lambda a: np.cos(a * _TURN)),
     "rocdl.tanh": _native(np.tanh),
 }
+_LIBRARY_NAMES = {"fabs": "fabs", "fmax": "maxnum", "fmin": "minnum", "rsqrt": "rsq"}
+
+
+def float_function(name: str) -> Callable[..., Array] | None:
+    """The function of a C library name such as exp2, or None."""
+    name = _LIBRARY_NAMES.get(name, name)
+    return _FLOAT.get(f"llvm.intr.{name}") or _FLOAT.get(f"rocdl.{name}")
+
+
 _INTRINSICS = {
     "llvm.amdgcn.exp2": "rocdl.exp2",
     "llvm.amdgcn.log": "rocdl.log",

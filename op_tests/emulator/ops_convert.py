@@ -10,7 +10,7 @@ from .code import Decoder, Run, handles
 from .formats import Format, format_named, pack, unpack
 from .ops_arith import as_float, as_kind
 from .program import Inst
-from .types import Type, f32_to_bf16, from_bytes, to_bytes
+from .lltypes import Type, f32_to_bf16, from_bytes, to_bytes
 
 _LOW = ("fp8", "bf8", "fp6", "bf6", "fp4")
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .program import Inst
-from .types import unsigned
+from .lltypes import unsigned
 
 
 def per_wave(s: object, value: np.ndarray, lane: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from .code import Decoder, Run, handles
 from .formats import e8m0, format_named, unpack
 from .program import Inst
-from .types import Type, bf16_to_f32, to_bytes
+from .lltypes import Type, bf16_to_f32, to_bytes
 
 Fragment = Callable[[object, np.ndarray], np.ndarray]
 
@@ -56,7 +56,7 @@ def registers(values: np.ndarray, size: int) -> np.ndarray:
     return split.transpose(0, 2, 4, 1, 3).reshape(len(values) * 64, -1)
 
 
-def _decoder(d: Decoder, name: str, kind: Type) -> Callable[[np.ndarray], np.ndarray]:
+def element_decoder(d: Decoder, name: str, kind: Type) -> Callable[[np.ndarray], np.ndarray]:
     """From an operand's registers to ``(lanes, n)`` numbers."""
     if name in ("bf16", "bf16.1k"):
         return lambda x: bf16_to_f32(np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1))
@@ -87,8 +87,8 @@ def mfma(d: Decoder, inst: Inst) -> Run:
         raise NotImplementedError("this matrix form")
     if any(inst.attrs.get(n, 0) not in (0, "none") for n in ("cbsz", "abid", "blgp")):
         raise NotImplementedError("broadcast modifiers of MFMA")
-    left = _decoder(d, names[0], kinds[0])
-    right = _decoder(d, names[-1], kinds[1])
+    left = element_decoder(d, names[0], kinds[0])
+    right = element_decoder(d, names[-1], kinds[1])
     (a, b, c), r = inst.args[:3], inst.results[0]
     probe = kinds[0].size * 8 // {"f32": 32, "bf16": 16, "bf16.1k": 16, "f16": 16}.get(names[0], 8)
     if probe != per_lane:
@@ -119,7 +119,8 @@ _MATRIX_FORMATS = {
 def scaled_operand(d: Decoder, text: object, kind: Type) -> Callable[[np.ndarray], np.ndarray]:
     """``(lanes, n)`` float32 of a scaled operand's registers, in register order."""
     low = format_named(_MATRIX_FORMATS[str(text)], d.arch)
-    size = {8: 32, 6: 24, 4: 16}[low.bits]
+    elements = 32 if d.width == 64 else 128 if kind.size == 64 and low.bits == 4 else 64
+    size = elements * low.bits // 8
     if low.bits == 4:
         code = np.arange(256)
         pairs = np.stack([low.values[code & 15], low.values[code >> 4]], -1).view(np.uint64)[:, 0]

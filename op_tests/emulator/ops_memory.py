@@ -10,7 +10,7 @@ from .code import Decoder, Run, handles
 from .machine import pointee_size
 from .ops_arith import as_float, as_kind
 from .program import Inst
-from .types import Type, from_bytes, parse_type, to_bytes, unsigned
+from .lltypes import Type, from_bytes, parse_type, to_bytes, unsigned
 
 _DYNAMIC = -(1 << 31)
 

@@ -7,7 +7,7 @@ import numpy as np
 from .code import Decoder, Run, handles, poison_value, zero_value
 from .memory import LDS_APERTURE, PRIVATE_APERTURE
 from .program import Inst
-from .types import from_bytes, to_bytes, unsigned
+from .lltypes import from_bytes, to_bytes, unsigned
 from .ops_arith import as_float, as_kind
 
 
@@ -343,21 +343,3 @@ def wave_id(d: Decoder, inst: Inst) -> Run:
 @handles("rocdl.wavefrontsize", "llvm.amdgcn.wavefrontsize")
 def wave_size(d: Decoder, inst: Inst) -> None:
     d.template[inst.results[0]] = np.array([d.width], np.int32)
-
-
-_OCKL = {"__ockl_get_num_groups": "grid", "__ockl_get_local_size": "block"}
-
-
-@handles("llvm.call")
-def call(d: Decoder, inst: Inst) -> Run:
-    """Only the device library's launch queries: FlyDSL asks grid dimensions through them."""
-    name = str(inst.attrs.get("callee", "")).lstrip("@")
-    if name not in _OCKL:
-        raise NotImplementedError(f"call of {name}")
-    field, a, r = _OCKL[name], inst.args[0], inst.results[0]
-
-    def run(v: list, s: object) -> None:
-        sizes = getattr(s.group.grid.geometry, field)
-        v[r] = np.array([sizes[int(v[a][0])]], np.int64)
-
-    return run

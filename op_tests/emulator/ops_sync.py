@@ -7,8 +7,7 @@ import numpy as np
 from .code import Decoder, Run, breaks, handles
 from .ops_memory import buffer_load, buffer_offset
 from .program import Inst
-
-WORKGROUP, CLUSTER = -1, -3
+from .scheduler import CLUSTER, WORKGROUP
 
 
 @breaks("rocdl.s.barrier", "rocdl.barrier", "gpu.barrier", "llvm.amdgcn.s.barrier")

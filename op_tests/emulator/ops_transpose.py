@@ -15,7 +15,7 @@ import numpy as np
 from .code import Decoder, Run, handles
 from .formats import pack, unpack
 from .program import Inst
-from .types import from_bytes
+from .lltypes import from_bytes
 
 
 def transpose_sources(bits: int, elements: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .types import Type, parse_type
+from .lltypes import Type, parse_type
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _constant(op, ir, kind: Type) -> object:
 
 
 def _float(number: float, kind: Type) -> np.ndarray:
-    from .types import f32_to_bf16
+    from .lltypes import f32_to_bf16
 
     return f32_to_bf16(np.float32(number)) if kind.is_bf16 else np.asarray(number, kind.dtype)
 

@@ -18,6 +18,7 @@ from .machine import Batch
 from .memory import Bank, GlobalMemory, MemoryFault
 from .stats import KernelStats
 
+WORKGROUP, CLUSTER = -1, -3  # barrier ids
 LANES = 4096
 SLICE = 2048  # segments a batch runs before others get a turn
 
@@ -43,33 +44,45 @@ class Geometry:
 
 
 class Barrier:
-    """Arrivals at one barrier id: ``owner`` of every wave is a workgroup or a cluster."""
+    """Arrivals at one barrier id.
 
-    def __init__(self, owner: np.ndarray) -> None:
-        self.owner = owner
-        self.need = np.bincount(owner)
+    ``owner``: for every wave the workgroup or cluster whose barrier it is. ``party``: what signals
+    once; every wave of a workgroup for its own barrier, one wave of each workgroup for a cluster's.
+    A wave remembers which openings it has passed, so it may come to wait after the opening.
+    """
+
+    def __init__(self, owner: np.ndarray, party: np.ndarray) -> None:
+        self.owner, self.party = owner, party
+        parties, first = np.unique(party, return_index=True)
+        self.need = np.bincount(owner[first[parties]])
+        self.running = np.bincount(party)
         self.count = np.zeros_like(self.need)
-        self.phase = np.zeros_like(self.need)
-        self.ticket = np.full(len(owner), -1)
+        self.opened = np.zeros_like(self.need)
+        self.passed = np.zeros(len(owner), np.int64)
 
     def signal(self, waves: np.ndarray) -> None:
-        self.ticket[waves] = self.phase[self.owner[waves]]
         np.add.at(self.count, self.owner[waves], 1)
 
     def leave(self, waves: np.ndarray) -> None:
-        """Waves that ended: nobody waits for them."""
-        np.subtract.at(self.need, self.owner[waves], 1)
+        """Waves that ended: nobody waits for a party whose waves have all ended."""
+        np.subtract.at(self.running, self.party[waves], 1)
+        parties, first = np.unique(self.party[waves], return_index=True)
+        ended = waves[first[self.running[parties] == 0]]
+        np.subtract.at(self.need, self.owner[ended], 1)
 
-    def complete(self) -> bool:
-        """Open every barrier all waves of which have arrived."""
+    def open(self) -> bool:
+        """Open where all have signalled; whether any did."""
         done = (self.count >= self.need) & (self.count > 0)
-        if done.any():
-            self.phase[done] += 1
-            self.count[done] = 0
+        self.opened[done] += 1
+        self.count[done] = 0
         return bool(done.any())
 
-    def passed(self, waves: np.ndarray) -> np.ndarray:
-        return self.phase[self.owner[waves]] > self.ticket[waves]
+    def may_pass(self, waves: np.ndarray) -> np.ndarray:
+        """Which of ``waves`` the barrier lets through, now that they wait; they are through."""
+        opened = self.opened[self.owner[waves]]
+        free = opened > self.passed[waves]
+        self.passed[waves[free]] = opened[free]
+        return free
 
 
 class Group:
@@ -84,9 +97,8 @@ class Group:
         self.lds = Bank("LDS", len(ids), grid.lds_bytes, grid.options.poison)
         waves = np.arange(len(ids) * self.waves_each)
         workgroup = waves // self.waves_each
-        self.barriers = {-1: Barrier(workgroup)}
-        clusters, _ = grid.cluster_of(ids)
-        self.barriers[-3] = Barrier(np.unique(clusters, return_inverse=True)[1][workgroup])
+        cluster = np.unique(grid.cluster_of(ids)[0], return_inverse=True)[1][workgroup]
+        self.barriers = {WORKGROUP: Barrier(workgroup, waves), CLUSTER: Barrier(cluster, workgroup)}
         if self.rng is None:
             parts = [waves]
         else:
@@ -132,7 +144,7 @@ class Runner(Batch):
     def _refresh(self) -> None:
         for number in np.unique(self.waiting[self.waiting != 0]):
             waves = np.flatnonzero(self.waiting == number)
-            done = self.group.barriers[int(number)].passed(self.waves[waves])
+            done = self.group.barriers[int(number)].may_pass(self.waves[waves])
             self.waiting[waves[done]] = 0
         self.suspended = bool(self.asleep.any() or self.waiting.any())
 
@@ -261,12 +273,12 @@ class Runner(Batch):
             barrier.signal(self.waves[waves])
             self._open(barrier)
         if kind in ("barrier", "wait"):
-            blocked = waves[~barrier.passed(self.waves[waves])]
+            blocked = waves[~barrier.may_pass(self.waves[waves])]
             self.waiting[blocked] = number
             self.suspended |= bool(len(blocked))
 
     def _open(self, barrier: Barrier) -> None:
-        if barrier.complete():
+        if barrier.open():
             self.group.grid.changes += 1
 
     def _exit(self, mask: np.ndarray) -> None:
@@ -292,10 +304,9 @@ class Runner(Batch):
                 if self.waiting[wave]:
                     barrier = self.group.barriers[int(self.waiting[wave])]
                     owner = barrier.owner[number]
-                    what = (
-                        f"waits at a {'cluster' if self.waiting[wave] == -3 else 'workgroup'} "
-                        f"barrier, {barrier.count[owner]} of {barrier.need[owner]} waves arrived"
-                    )
+                    kind = "cluster" if self.waiting[wave] == CLUSTER else "workgroup"
+                    arrived = f"{barrier.count[owner]} of {barrier.need[owner]} signals"
+                    what = f"waits at a {kind} barrier that has {arrived}"
                 else:
                     what = "spins"
                     if self.recent is not None:

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from op_tests.emulator.types import parse_type
+from op_tests.emulator.lltypes import parse_type
 
 # exponent bits, mantissa bits, bias
 _SMALL = {

@@ -7,7 +7,7 @@ import torch
 
 from op_tests.emulator import emulated
 from op_tests.emulator.lowering import parse_program
-from op_tests.emulator.types import parse_type
+from op_tests.emulator.lltypes import parse_type
 
 _MODULE = """
 module attributes {{gpu.container_module}} {{
