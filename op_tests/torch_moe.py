@@ -93,10 +93,12 @@ def moe_reference(
     topk_weights: torch.Tensor,
     requant: str | None,
     limit: float | None = None,
+    bf16_between: bool = False,
 ) -> torch.Tensor:
     """Fused MoE on f32 operands: a [M, D], w1 [E, 2 I, D], w2 [E, D, I], ids and weights [M, k].
 
-    Stage 1's result is quantised to `requant` in between. Returns [M, D] f32.
+    Stage 1's result is quantised to `requant` in between, with `bf16_between` after rounding
+    to bf16. Returns [M, D] f32.
     """
     inter = w2.shape[2]
     out = torch.zeros(a.shape[0], w2.shape[1])
@@ -104,6 +106,8 @@ def moe_reference(
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
         both = a[tokens] @ w1[expert].T
         hidden = silu_gate(both[:, :inter], both[:, inter:], limit)
+        if bf16_between:
+            hidden = hidden.to(torch.bfloat16).float()
         if requant is not None:
             hidden = mx_quantise(hidden, requant).dequantised()
         rows = (hidden @ w2[expert].T) * topk_weights[tokens, slots, None]

@@ -50,7 +50,9 @@ def shuffle_weight(
             f"a weight of {n} rows of {k} bytes does not split into {rows * halves} rows "
             f"by {across * piece} bytes"
         )
-    tiled = data.reshape(-1, halves, n // rows // halves, rows, k // (across * piece), across, piece)
+    tiled = data.reshape(
+        -1, halves, n // rows // halves, rows, k // (across * piece), across, piece
+    )
     out = tiled.permute(0, 2, 1, 4, 5, 3, 6).contiguous().view(*lead, n, k).view(x.dtype)
     out.is_shuffled = True
     return out

@@ -5,7 +5,7 @@
     sorted_weights  (capacity) f32   the route's weight; padding 0
     expert_ids      (capacity / block_m) i32
     num_valid       (2) i32          rows in use, padding included; tokens
-    route_rows      (tokens * topk) i32   where each route went
+    route_rows      (tokens * topk) i32   where each route went, -1 for tokens that are not real
     capacity = tokens * topk + experts * block_m - topk, rounded up to block_m
 
 An expert is one thread: it walks over the routes of a chunk, held in LDS, and takes those that
@@ -94,7 +94,9 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
             if fx.const_expr(key.local_tokens):
                 real = load_word(num_local_tokens, 0)
             first_route = group * CHUNK_ROUTES
-            routes = fx.max(fx.min(real * key.topk - first_route, fx.Int32(CHUNK_ROUTES)), fx.Int32(0))
+            routes = fx.max(
+                fx.min(real * key.topk - first_route, fx.Int32(CHUNK_ROUTES)), fx.Int32(0)
+            )
             quads = div(routes + 3, 4)
             counted = global_pointer(fx.Int32, counts) + (group * key.threads + thread)
             if fx.const_expr(key.phase != "offsets"):
@@ -138,7 +140,8 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
                     storage,
                     row,
                     first_route,
-                    quads,
+                    routes,
+                    tokens,
                     thread,
                     topk_weights,
                     sorted_ids,
@@ -268,9 +271,7 @@ def _first_row(
 
 
 @traced
-def _inclusive_sum(
-    key: SortKey, sums: fx.Pointer, value: fx.Int32, thread: fx.Int32
-) -> fx.Int32:
+def _inclusive_sum(key: SortKey, sums: fx.Pointer, value: fx.Int32, thread: fx.Int32) -> fx.Int32:
     """Sum of `value` over this thread and all before it."""
     sums[thread] = value
     fx.gpu.barrier()
@@ -330,7 +331,8 @@ def _place(
     storage: fx.Pointer,
     row: fx.Int32,
     first_route: fx.Int32,
-    quads: fx.Int32,
+    routes: fx.Int32,
+    tokens: fx.Int32,
     expert: fx.Int32,
     topk_weights: fx.Int64,
     sorted_ids: fx.Int64,
@@ -338,11 +340,16 @@ def _place(
     route_rows: fx.Int64,
 ) -> None:
     """Write the chunk's routes of the expert from `row` on."""
+    quads = div(routes + 3, 4)
     held = _quads(storage)
     given = global_pointer(fx.Float32, topk_weights)
     ids = global_pointer(fx.Int32, sorted_ids)
     weights = global_pointer(fx.Float32, sorted_weights)
     rows = global_pointer(fx.Int32, route_rows)
+    if fx.const_expr(key.local_tokens):
+        given_routes = fx.min(tokens * key.topk - first_route, fx.Int32(CHUNK_ROUTES))
+        for i in range(routes + expert, given_routes, fx.Int32(key.threads)):
+            rows[first_route + i] = fx.Int32(-1)
     for i in range(fx.Int32(0), quads):
         four = held[None, i].load()
         for j in fx.range_constexpr(4):

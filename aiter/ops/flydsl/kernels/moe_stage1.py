@@ -78,13 +78,16 @@ class Stage1Key:
 
     @property
     def out_row_bytes(self) -> int:
-        return FORMATS[self.requant].row_bytes(self.inter_dim) if self.requant else 2 * self.inter_dim
+        return (
+            FORMATS[self.requant].row_bytes(self.inter_dim) if self.requant else 2 * self.inter_dim
+        )
 
 
 @kernel_builder
 def build_stage1(key: Stage1Key) -> flyc.JitFunction:
     """Launcher (out, out_scale, a, w1, a_scale, w1_scale, sorted_ids, expert_ids, num_valid,
-    tokens, groups, limit, stream); `groups` covers every work item, `limit` is infinite for none."""
+    tokens, groups, limit, stream); `groups` covers every work item, `limit` is infinite for none.
+    """
     tile = key.tile
 
     @flyc.kernel(known_block_size=[tile.threads, 1, 1])
@@ -173,9 +176,7 @@ def _operands(
     a_scale_row0 = fx.Int64(div(row0, 32)) * (4 * scale_row)
     ids = global_pointer(fx.Int32, sorted_ids)
     # Padding rows have token = tokens and so lie just beyond the buffer: they read zeros.
-    a_chunks = [
-        (ids[row0 + row] & TOKEN_MASK) * a_row + byte for row, byte in loop.a_chunk_rows()
-    ]
+    a_chunks = [(ids[row0 + row] & TOKEN_MASK) * a_row + byte for row, byte in loop.a_chunk_rows()]
     tile0 = n_block * (tile.rows // 16) + loop.wave_n * tile.n_tiles
     if tile.pairing == "rows":
         w_tiles = [tile0 + n for n in range(tile.n_tiles)]

@@ -34,15 +34,15 @@ from .device import (
     div,
     global_buffer,
     global_pointer,
-    load_word,
     hinted,
+    load_word,
     mod,
     shared_bytes,
     shift_right,
     thread_in_wave,
     traced,
 )
-from .moe_routes import TOKEN_MASK, SLOT_SHIFT, item_to_block
+from .moe_routes import SLOT_SHIFT, TOKEN_MASK, item_to_block
 from .mx_gemm import SCALE_WORD_K, MxLoop, MxOperands, MxTile
 from .tensor_shim import kernel_builder
 
@@ -65,7 +65,6 @@ class Stage2Key:
     @property
     def n_blocks(self) -> int:
         return self.model_dim // self.tile.rows
-
 
     @property
     def steps(self) -> int:
@@ -207,9 +206,7 @@ def _bf16_rows(key: Stage2Key, lds: fx.Pointer, columns: int) -> fx.Tensor:
     return fx.make_view(fx.recast_iter(fx.BFloat16, lds), layout)
 
 
-def _tile_to_lds(
-    key: Stage2Key, loop: MxLoop, lds: fx.Pointer, weights: list[fx.Float32]
-) -> None:
+def _tile_to_lds(key: Stage2Key, loop: MxLoop, lds: fx.Pointer, weights: list[fx.Float32]) -> None:
     """Weight the accumulators and lay them out as bf16 rows."""
     tile = key.tile
     store = fx.make_copy_atom(fx.UniversalCopy64b(), fx.BFloat16)

@@ -64,9 +64,7 @@ def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
     scale_row = -(-key.columns // SCALE_WORD_K) * LANES  # words of 32 rows
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
-    def mx_quant_rows(
-        q: fx.Int64, scale: fx.Int64, x: fx.Int64, rows_of: fx.Int64, rows: fx.Int32
-    ):
+    def mx_quant_rows(q: fx.Int64, scale: fx.Int64, x: fx.Int64, rows_of: fx.Int64, rows: fx.Int32):
         row = fx.Int32(fx.block_idx.x)
         bound = rows
         if fx.const_expr(key.topk is None):

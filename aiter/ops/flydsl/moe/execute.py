@@ -86,9 +86,7 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) 
         stream,
     )
     if plan.requant is not None:
-        rows = _bytes(
-            plan.capacity, FORMATS[plan.requant.fmt].row_bytes(request.inter_dim), device
-        )
+        rows = _bytes(plan.capacity, FORMATS[plan.requant.fmt].row_bytes(request.inter_dim), device)
         _run_compiled(
             build_quant_rows(plan.requant),
             rows,

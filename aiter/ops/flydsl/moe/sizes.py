@@ -29,10 +29,8 @@ def scale_words(rows: int, columns: int) -> int:
     return -(-rows // 32) * -(-columns // SCALE_WORD_K) * 64
 
 
-def stage2_epilogue(
-    tuned: str, tokens: int, topk: int, model_dim: int, force_reduce: bool
-) -> str:
-    """"atomic" or "reduce": what stage 2 tuned for `tuned` does at `tokens`.
+def stage2_epilogue(tuned: str, tokens: int, topk: int, model_dim: int, force_reduce: bool) -> str:
+    """ "atomic" or "reduce": what stage 2 tuned for `tuned` does at `tokens`.
 
     An output beyond 32-bit offsets is reduced, not accumulated. Raises NotImplementedError
     where the rows to reduce are beyond them.

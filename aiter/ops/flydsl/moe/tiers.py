@@ -13,9 +13,9 @@ def get_padded_M(M: int) -> int:
 
     The next power of two below 32768, then 32768 up to 131071 and 131072 from there on.
     """
-    if M >= TIERS[1]:
+    if TIERS[1] <= M:
         return TIERS[1]
-    if M >= TIERS[0]:
+    if TIERS[0] <= M:
         return TIERS[0]
     return 1 << (M - 1).bit_length() if M > 1 else 1
 

@@ -1,0 +1,85 @@
+"""Pure decisions of the host side, by brute force where the domain allows it."""
+
+from dataclasses import fields
+
+import pytest
+
+from aiter.jit.utils.chip_info import Target
+from aiter.ops.enum import GateMode
+from aiter.ops.flydsl.kernels.mx_gemm import MxTile
+from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
+from aiter.ops.flydsl.moe.sizes import stage2_epilogue, stage2_groups
+from aiter.ops.flydsl.moe.tiers import get_padded_M, served_range
+
+
+def test_served_ranges_partition_all_token_counts():
+    cap = 140000
+    tokens = [1 << i for i in range(16)] + [131072]
+    covered = []
+    for token in tokens:
+        low, high = served_range(token, cap)
+        assert all(get_padded_M(m) == token for m in (low, high, (low + high) // 2))
+        covered.append((low, high))
+    assert covered[0][0] == 1
+    assert covered[-1][1] == cap
+    for (_, high), (low, _) in zip(covered, covered[1:], strict=False):
+        assert low == high + 1
+
+
+def test_every_token_count_of_small_buckets_maps_to_its_row():
+    for m in range(1, 5000):
+        low, high = served_range(get_padded_M(m))
+        assert low <= m <= high
+
+
+@pytest.mark.parametrize("token", [0, 3, 5, 6, 7, 40, 56, 65536])
+def test_rows_at_other_tokens_are_unreachable(token):
+    assert served_range(token) is None
+
+
+def test_every_caller_field_declares_its_values():
+    assert set(CALLER_DIMENSIONS) == {field.name for field in fields(CallerVariant)}
+
+
+def test_labels_tell_variants_apart():
+    labels = {
+        CallerVariant(mode, bias, local).label
+        for mode in GateMode
+        for bias in ("none", "both", "stage1")
+        for local in (False, True)
+    }
+    assert len(labels) == 18
+
+
+def test_an_output_beyond_32_bits_is_reduced_and_a_route_buffer_beyond_them_refused():
+    dim = 8192
+    assert stage2_epilogue("atomic", 262143, 1, dim, False) == "atomic"
+    assert stage2_epilogue("reduce", 26214, 10, dim, False) == "reduce"
+    with pytest.raises(NotImplementedError, match="32-bit"):
+        stage2_epilogue("reduce", 26215, 10, dim, False)
+    with pytest.raises(NotImplementedError, match="32-bit"):
+        stage2_epilogue("atomic", 262144, 10, dim, False)
+    assert stage2_epilogue("atomic", 5, 10, dim, True) == "reduce"
+
+
+def test_grids_cover_items_and_persistent_ones_fit_the_machine():
+    tile = MxTile("fp8", "fp4", 32, 128, 256, 2)
+    cu = Target.of("gfx950").cu_num
+    assert stage2_groups(100, 10, tile, False, cu, None) == 100
+    assert stage2_groups(1001, 257, tile, False, cu, None) == 251
+    assert stage2_groups(100000, 300, tile, True, cu, 3) == 3 * cu
+    assert stage2_groups(5, 1, tile, True, cu, 3) == 5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("fp8", "fp4", 24, 128, 256, 2),
+        ("fp8", "fp4", 32, 96, 256, 2),
+        ("fp8", "fp4", 32, 128, 192, 2),
+        ("fp4", "fp4", 16, 256, 128, 4),
+    ],
+)
+def test_tiles_the_main_loop_cannot_compute_are_refused(bad):
+    with pytest.raises(ValueError, match="MxTile"):
+        MxTile(*bad)

@@ -1,0 +1,196 @@
+"""`fused_moe` end to end on the CPU against the torch reference."""
+
+import importlib
+
+import pytest
+import torch
+
+from aiter.jit.tables import Source
+from aiter.jit.tuned import FmoeTable, TunedRow
+from aiter.jit.utils.chip_info import pinned
+from aiter.ops.enum import ActivationType, GateMode, QuantType
+from aiter.ops.flydsl.kernels.tensor_shim import intercepted, launch_of
+from aiter.ops.flydsl.moe.request import CallerVariant, MoeRequest, Policy
+from aiter.ops.flydsl.moe.selection import Selector
+from aiter.ops.shuffle import shuffle_weight
+from op_tests.moe.cases import GFX950, MoeCase
+from op_tests.torch_moe import relative_l2
+
+fused_moe_module = importlib.import_module("aiter.fused_moe")
+
+pytestmark = pytest.mark.emulated
+TOLERANCE = 1e-2
+
+
+@pytest.mark.parametrize("gate_mode", ["interleave", "separated"])
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(1, "even"), (3, "idle"), (32, "skewed"), (65, "one"), (65, "even")]
+)
+def test_a8w4_agrees_with_the_reference(emulate, gate_mode, tokens, kind):
+    case = MoeCase.random(tokens, 512, 256, 8, 2, kind)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(gate_mode)
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+def test_waves_in_any_order_agree_with_lock_step(emulate):
+    case = MoeCase.random(17, 512, 256, 4, 2)
+    emulate(GFX950, order="random", seed=11)
+    with pinned(GFX950):
+        out = case.run()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+def test_inter_dim_that_is_no_multiple_of_a_scale_word_is_served(emulate):
+    case = MoeCase.random(9, 256, 384, 3, 2)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+def test_a_limit_clamps_gate_and_up(emulate):
+    case = MoeCase.random(5, 256, 128, 3, 2)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(swiglu_limit=0.25)
+    want = case.reference(limit=0.25)
+    assert relative_l2(out, want) < TOLERANCE
+    assert relative_l2(case.reference(), want) > 10 * TOLERANCE
+
+
+def test_rows_beyond_the_local_tokens_do_not_matter(emulate):
+    case = MoeCase.random(12, 256, 128, 3, 2)
+    case.x[7:] = float("nan")
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(num_local_tokens=torch.tensor([7], dtype=torch.int32))
+    want = case.reference()[:7]
+    assert relative_l2(out[:7], want) < TOLERANCE
+
+
+def test_padding_rows_never_reach_a_result(emulate):
+    """Poison: no kernel may use what nothing wrote, and no NaN comes of it."""
+    case = MoeCase.random(5, 256, 128, 4, 2, "idle")
+    emulate(GFX950, poison=True)
+    with pinned(GFX950):
+        out = case.run()
+    assert torch.isfinite(out).all()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+TUNED = [
+    ("t32x64x256_w4_gui_kw2_fp8", "t32x128x128_reduce_bnt2", 32),
+    ("t32x64x256_bnt0_gui_kw4", "t16x128x256_atomic_bnt2_sbm32", 32),
+    ("t16x128x256_w3_gui_fp8", "t16x256x256_atomic", 16),
+    ("t32x128x256_w3_gui_xcd4", "t32x256x256_atomic_bnt2_xcd4_persist", 32),
+    ("t64x256x256_w4_bnt0_gui_xcd4_fp8", "t64x128x256_reduce_persist", 64),
+    ("t128x256x256_gui_xcd4_fp8", "t64x256x256_reduce_xcd4_persist_sbm128", 128),
+    ("t128x128x256_w2_gui_fp8", "t128x128x256_atomic_persist_async_w4_cumul3", 128),
+]
+
+
+def tuned_table(case: MoeCase, names: tuple[str, str, int]) -> FmoeTable:
+    stage1, stage2, block_m = names
+    experts, rows, packed = case.w1.data.shape
+    request = MoeRequest(
+        target=GFX950,
+        policy=Policy(False, True, False),
+        tokens=case.x.shape[0],
+        model_dim=case.x.shape[1],
+        inter_dim=rows // 2,
+        experts=experts,
+        topk=case.ids.shape[1],
+        dtype="bfloat16",
+        a_dtype="float8_e4m3fn",
+        w_dtype="float4_e2m1fn_x2",
+        activation=ActivationType.Silu,
+        quant_type=QuantType.per_1x32,
+        use_g1u1=True,
+        doweight_stage1=False,
+        shuffled=True,
+        caller=CallerVariant(GateMode.INTERLEAVE),
+    )
+    row = TunedRow(
+        key=request.tuned_key(),
+        block_m=block_m,
+        ksplit=0,
+        run_1stage=False,
+        kernel1=f"flydsl_moe1_afp8_wfp4_bf16_{stage1}",
+        kernel2=f"flydsl_moe2_afp8_wfp4_bf16_{stage2}",
+        us=None,
+        tag="",
+        source=Source("tuned.csv", 2),
+    )
+    return FmoeTable((row,), (), ())
+
+
+@pytest.mark.parametrize("names", TUNED, ids=lambda names: names[0])
+def test_the_parameters_of_a_name_change_code_but_not_results(emulate, monkeypatch, names):
+    case = MoeCase.random(37, 1024, 512, 5, 3, "skewed")
+    selector = Selector(tuned_table(case, names))
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
+    emulate(GFX950, order="random", seed=5)
+    with pinned(GFX950):
+        out = case.run()
+    assert selector.plan.cache_info().currsize == 1
+    want = case.reference(bf16_between=not names[0].endswith("_fp8"))
+    assert relative_l2(out, want) < TOLERANCE
+
+
+def test_the_row_of_a_table_is_what_runs(monkeypatch):
+    case = MoeCase.random(37, 1024, 512, 5, 3)
+    selector = Selector(tuned_table(case, TUNED[0]))
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
+    launches = []
+    with pinned(GFX950), intercepted(lambda exe, args: launches.append(launch_of(exe))):
+        case.run()
+    keys = {type(launch.build.key).__name__: launch.build.key for launch in launches}
+    assert keys["Stage1Key"].tile.k_waves == 2
+    assert keys["Stage2Key"].epilogue == "reduce"
+    assert "ReduceKey" in keys
+
+
+def test_no_tokens_give_no_rows():
+    case = MoeCase.random(1, 256, 128, 3, 2)
+    with pinned(GFX950):
+        out = MoeCase(case.x[:0], case.w1, case.w2, case.ids[:0], case.weights[:0], "fp8").run()
+    assert out.shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation": ActivationType.Gelu}, "Gelu"),
+        ({"bias1": torch.zeros(3, 256)}, "bias"),
+        ({"expert_mask": torch.ones(3, dtype=torch.int32)}, "mask"),
+        ({"hidden_pad": 32}, "padding"),
+        ({"doweight_stage1": True}, "stage 1"),
+        ({"a1_scale": torch.ones(1)}, "quantised by the caller"),
+        ({"shared_w1": torch.ones(1)}, "shared_w1"),
+        ({"dtype": torch.float16}, "float16"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused_with_the_reason(options, reason):
+    case = MoeCase.random(2, 256, 128, 3, 2)
+    with pinned(GFX950), pytest.raises(NotImplementedError, match=reason):
+        case.run(**options)
+
+
+def test_scales_that_were_not_shuffled_are_refused():
+    case = MoeCase.random(2, 512, 128, 3, 2)
+    w1 = shuffle_weight(case.w1.data, is_guinterleave=True, gate_up=True)
+    with pinned(GFX950), pytest.raises(ValueError, match="shuffle_scale"):
+        fused_moe_module.fused_moe(
+            case.x,
+            w1,
+            shuffle_weight(case.w2.data),
+            case.weights,
+            case.ids,
+            quant_type=QuantType.per_1x32,
+            w1_scale=case.w1.scale[:1],
+            w2_scale=case.w2.scale[:1],
+            gate_mode="interleave",
+            quant_dtype_a=torch.float8_e4m3fn,
+        )

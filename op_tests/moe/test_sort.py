@@ -1,0 +1,122 @@
+"""The routing sort against a Python loop."""
+
+import pytest
+import torch
+
+from aiter.ops.flydsl.kernels import moe_sort
+from aiter.ops.flydsl.kernels.moe_sort import SortKey, build_sort
+from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
+from aiter.ops.flydsl.moe.sizes import sort_capacity, sort_chunks
+from op_tests.moe.cases import routing
+from op_tests.torch_moe import sort_reference
+
+pytestmark = pytest.mark.emulated
+
+
+def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None):
+    tokens, topk = ids.shape
+    capacity = sort_capacity(tokens, topk, experts, block_m)
+    chunks = sort_chunks(tokens, topk)
+    result = {
+        "sorted_ids": torch.full((capacity,), -7, dtype=torch.int32),
+        "sorted_weights": torch.full((capacity,), -7.0),
+        "expert_ids": torch.full((capacity // block_m,), -7, dtype=torch.int32),
+        "num_valid": torch.empty(2, dtype=torch.int32),
+        "route_rows": torch.full((tokens * topk,), -7, dtype=torch.int32),
+    }
+    phases = ("all",) if chunks == 1 else ("count", "offsets", "place")
+    keys = [
+        SortKey(phase, experts, topk, block_m, local_tokens is not None, zero is not None)
+        for phase in phases
+    ]
+    counts = torch.empty(chunks * keys[0].threads, dtype=torch.int32)
+    for key in keys:
+        _run_compiled(
+            build_sort(key),
+            ids,
+            weights,
+            *result.values(),
+            counts,
+            local_tokens,
+            zero,
+            tokens,
+            chunks,
+            zero.numel() * zero.element_size() // 16 if zero is not None else 0,
+            None,
+        )
+    return result
+
+
+def check(result, ids, weights, experts, block_m, real):
+    want = sort_reference(ids, weights, experts, block_m, real)
+    assert torch.equal(result["num_valid"], want["num_valid"])
+    used = int(want["num_valid"][0])
+    blocks = {"sorted_ids": used, "sorted_weights": used, "expert_ids": used // block_m}
+    for name, length in blocks.items():
+        assert torch.equal(result[name][:length], want[name]), name
+    assert torch.equal(result["route_rows"], want["route_rows"])
+
+
+@pytest.mark.parametrize("kind", ["even", "skewed", "idle", "one"])
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "block_m"), [(1, 6, 384, 32), (67, 3, 9, 16)]
+)
+def test_one_launch_sorts_every_routing(emulate, kind, tokens, topk, experts, block_m):
+    g = torch.Generator().manual_seed(1)
+    ids = routing(tokens, topk, experts, kind, g)
+    weights = torch.rand(tokens, topk, generator=g)
+    emulate("gfx950", order="random", seed=2)
+    check(run_sort(ids, weights, experts, block_m), ids, weights, experts, block_m, tokens)
+
+
+def test_three_launches_sort_more_routes_than_a_chunk_holds(emulate):
+    tokens, topk, experts = moe_sort.CHUNK_ROUTES // 2 + 5, 3, 5
+    g = torch.Generator().manual_seed(3)
+    ids = routing(tokens, topk, experts, "skewed", g)
+    weights = torch.rand(tokens, topk, generator=g)
+    emulate("gfx950")
+    assert sort_chunks(tokens, topk) > 1
+    check(run_sort(ids, weights, experts, 64), ids, weights, experts, 64, tokens)
+
+
+def test_local_tokens_end_within_a_chunk_of_many(emulate):
+    tokens, topk, experts = moe_sort.CHUNK_ROUTES + 7, 2, 3
+    g = torch.Generator().manual_seed(5)
+    ids = routing(tokens, topk, experts, "even", g)
+    weights = torch.rand(tokens, topk, generator=g)
+    emulate("gfx950")
+    local = torch.tensor([tokens // 3], dtype=torch.int32)
+    check(run_sort(ids, weights, experts, 32, local), ids, weights, experts, 32, tokens // 3)
+
+
+@pytest.mark.parametrize("real", [0, 1, 20])
+def test_only_local_tokens_are_routed(emulate, real):
+    g = torch.Generator().manual_seed(4)
+    ids = routing(20, 2, 6, "even", g)
+    weights = torch.rand(20, 2, generator=g)
+    emulate("gfx950")
+    local = torch.tensor([real], dtype=torch.int32)
+    check(run_sort(ids, weights, 6, 32, local), ids, weights, 6, 32, real)
+
+
+def test_the_first_launch_clears_the_output_and_nothing_beyond(emulate):
+    ids = torch.zeros(3, 1, dtype=torch.int32)
+    buffer = torch.full((3 * 512 + 8,), 5.0, dtype=torch.bfloat16)
+    emulate("gfx950")
+    run_sort(ids, torch.rand(3, 1), 4, 32, zero=buffer[: 3 * 512])
+    assert (buffer[: 3 * 512] == 0).all()
+    assert (buffer[3 * 512 :] == 5).all()
+
+
+def test_capacity_holds_the_worst_routing():
+    for tokens, topk, experts, block_m in [(1, 1, 4, 32), (5, 2, 3, 16), (40, 4, 7, 64)]:
+        worst = sum(
+            -(-count // block_m) * block_m for count in _worst_counts(tokens * topk, experts)
+        )
+        assert sort_capacity(tokens, topk, experts, block_m) >= worst
+
+
+def _worst_counts(routes: int, experts: int) -> list[int]:
+    """One route for as many experts as possible, the rest for the first."""
+    alone = min(routes, experts)
+    return [routes - alone + 1] + [1] * (alone - 1)
