@@ -14,8 +14,7 @@ from .common import LaunchRequest
 from .compiling import Traced, TraceTask, cpu_seconds, trace_launch
 from .manifest import Artifact, Manifest, launch_id
 from .pool import WorkerPool
-
-_ROWS_SHOWN = 3
+from .report import rows_text
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,11 @@ class Miss:
     difference: str
 
     def __str__(self) -> str:
-        rows = ", ".join(self.request.rows[:_ROWS_SHOWN])
-        more = len(self.request.rows) - _ROWS_SHOWN
-        rows += f" and {more} more" if more > 0 else ""
         build = self.request.launch.build  # type: ignore[attr-defined]
-        parts = [f"[MISS] {rows}: {self.request.gfx} {build}: {self.problem}"]
-        parts += [f"({self.file})"] if self.file else []
-        parts += [f"; {self.difference}"] if self.difference else []
-        return " ".join(parts).replace(" ; ", "; ")
+        file = f" ({self.file})" if self.file else ""
+        difference = f"; {self.difference}" if self.difference else ""
+        rows = rows_text(self.request.rows)
+        return f"[MISS] {rows}: {self.request.gfx} {build}: {self.problem}{file}{difference}"
 
 
 @dataclass
@@ -50,12 +46,12 @@ class CheckResult:
 
 def check(
     requests: Sequence[LaunchRequest],
-    contexts: dict[str, dict[str, str]],
+    context: dict[str, str],
     cache: Path,
     workers: int,
     timeout: float,
 ) -> CheckResult:
-    """Look for every launch of `requests` in `cache`. contexts: this run's, by architecture."""
+    """Look for every launch of `requests` in `cache`. context: this run's, without key parts."""
     began = cpu_seconds()
     result = CheckResult()
     try:
@@ -74,7 +70,7 @@ def check(
                 result.misses.append(Miss(request, "", problem, ""))
                 continue
             result.trace_cpu_s += traced.cpu_s
-            miss = _miss(request, traced, contexts[request.gfx], held, cache)
+            miss = _miss(request, traced, context, held, cache)
             if miss is None:
                 result.hits += 1
             else:
@@ -103,8 +99,9 @@ def _difference(
     same_launch = held.of_launch(request.gfx, launch_id(request.launch))
     if same_launch:
         built = held.contexts[same_launch[0].context]
-        pairs = _pairs(context, built)
-        names = [name for name in pairs if name not in ("linker", "aiter")]
+        mine = {**context, **manifest.common_parts(traced.key.parts)}
+        pairs = _pairs(mine, {name: built.get(name, "-") for name in mine})
+        names = list(pairs)
         if not names:
             return "the artifact of this build key has another key, though nothing recorded differs"
         shown = "; ".join(f"{name} {pairs[name][0]}, built with {pairs[name][1]}" for name in names)
@@ -115,7 +112,9 @@ def _difference(
     if nearest is None:
         return f"no artifact of {function} was built"
     pairs = _pairs({**fields, "arch": request.gfx}, {**nearest.key, "arch": nearest.gfx})
-    shown = "; ".join(f"{name} {mine}, built with {theirs}" for name, (mine, theirs) in pairs.items())
+    shown = "; ".join(
+        f"{name} {mine}, built with {theirs}" for name, (mine, theirs) in pairs.items()
+    )
     return f"the nearest artifact of {function} differs in {shown or 'its signature'}"
 
 

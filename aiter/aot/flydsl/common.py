@@ -12,9 +12,9 @@ from pathlib import Path
 from aiter import env
 
 # Every way a ROCm or CUDA runtime can be kept from seeing a device.
-_HIDE_GPUS = {
-    name: "-1" for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-}
+_HIDE_GPUS = dict.fromkeys(
+    ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "-1"
+)
 
 
 class UsageError(Exception):

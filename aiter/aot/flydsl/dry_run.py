@@ -57,6 +57,11 @@ class _Stream:
         """There is nothing on it."""
 
 
+def preload() -> None:
+    """Import what the first FakeTensorMode of a process imports: as much again as torch."""
+    FakeTensorMode()
+
+
 @contextmanager
 def dry_run(target: Target) -> Iterator[Recorder]:
     """Replay for `target` until exit; the recorder receives every launch.

@@ -80,7 +80,9 @@ def _cgroup_cpu_quotas(root: Path) -> list[float]:
         words = " ".join(_lines(folder / "cpu.max")).split()
         if len(words) == 2 and words[0] != "max":
             quotas.append(int(words[0]) / int(words[1]))
-        quota, period = _integer(folder / "cpu.cfs_quota_us"), _integer(folder / "cpu.cfs_period_us")
+        quota, period = _integer(folder / "cpu.cfs_quota_us"), _integer(
+            folder / "cpu.cfs_period_us"
+        )
         if quota is not None and period and quota > 0:
             quotas.append(quota / period)
     return quotas

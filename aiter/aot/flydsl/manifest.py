@@ -35,6 +35,7 @@ MANIFEST = "aiter_manifest.json"
 JOURNAL = ".aiter_journal.jsonl"
 FORMAT = 1
 
+_COMMON_PARTS = ("target", "backend", "flydsl", "toolchain")
 _KERNELS = Path(__file__).resolve().parents[2] / "ops" / "flydsl" / "kernels"
 
 
@@ -107,6 +108,15 @@ def sources_digest(folder: Path = _KERNELS) -> str:
     return digest.hexdigest()
 
 
+def common_parts(parts: dict[str, str]) -> dict[str, str]:
+    """Of an artifact key's parts those that every launch of one run has in common."""
+    return {
+        name: value
+        for name, value in parts.items()
+        if name in _COMMON_PARTS or name.startswith("env.")
+    }
+
+
 def context_id(context: dict[str, str]) -> str:
     """The name a context goes by."""
     return hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
@@ -138,9 +148,7 @@ def joined(held: Artifact, artifact: Artifact) -> Artifact:
     """`artifact` with the rows and launches of `held` as well, which is the same file."""
     rows = {*held.rows, *artifact.rows}
     launches = {*held.launches, *artifact.launches}
-    return dataclasses.replace(
-        artifact, rows=tuple(sorted(rows)), launches=tuple(sorted(launches))
-    )
+    return dataclasses.replace(artifact, rows=tuple(sorted(rows)), launches=tuple(sorted(launches)))
 
 
 # ---------------------------------------------------------------- on disk

@@ -143,7 +143,7 @@ def _run(options: _Options) -> int:
         for line in report.launch_lines(replays):
             log(line)
     elif options.check:
-        found = _check(requests, replays, options, limit, log)
+        found = _check(requests, options, limit, log)
         good = good and not found.misses
         lines += report.check_lines(options.cache, found)
         document["check"] = report.check_json(found)
@@ -170,7 +170,9 @@ def _import_for_workers() -> float:
     """Import once what every worker needs; CPU seconds from the start of the process to there."""
     prepare_process()
     try:
-        from . import check, engine, replay  # noqa: F401
+        from . import check, dry_run, engine, replay  # noqa: F401
+
+        dry_run.preload()
     except ImportError as error:
         raise UsageError(f"{error}; the build needs torch and FlyDSL 0.5") from None
     share_with_workers()
@@ -190,7 +192,7 @@ def _replay(selection: Selection, options: _Options, limit: WorkerLimit) -> list
             arch=arch,
             tables=tuple(path.absolute() for path in selection.tables),
             exhaustive=options.exhaustive,
-            with_key_parts=not options.list,
+            with_key_parts=options.builds,
             **({} if options.max_tokens is None else {"max_tokens": options.max_tokens}),
         )
         for arch in selection.archs
@@ -206,33 +208,21 @@ def _replay(selection: Selection, options: _Options, limit: WorkerLimit) -> list
     return [found[arch.gfx] for arch in selection.archs]
 
 
-def _contexts(replays: list[ArchReplay], linker: str) -> dict[str, dict[str, str]]:
-    """What the artifacts of this run have in common, by architecture."""
-    try:
-        aiter_version = version("aiter")
-    except PackageNotFoundError:
-        aiter_version = "source"
-    common = {
-        "aiter": aiter_version,
+def _context() -> dict[str, str]:
+    """What every artifact of this run depends on, besides the parts of FlyDSL's key."""
+    return {
         "kernel sources": sources_digest(),
-        "linker": linker,
         **{f"env.{name}": value for name, value in env.code_values().items()},
     }
-    return {replay.gfx: {**replay.common_parts, **common} for replay in replays}
 
 
 def _check(
-    requests: list[LaunchRequest],
-    replays: list[ArchReplay],
-    options: _Options,
-    limit: WorkerLimit,
-    log: Log,
+    requests: list[LaunchRequest], options: _Options, limit: WorkerLimit, log: Log
 ) -> CheckResult:
     from .check import check
 
-    contexts = _contexts(replays, linker="not needed")
     timeout = env.AITER_FLYDSL_AOT_TIMEOUT.get()
-    found = check(requests, contexts, options.cache, limit.workers, timeout)
+    found = check(requests, _context(), options.cache, limit.workers, timeout)
     for miss in found.misses:
         log(str(miss))
     return found
@@ -249,9 +239,15 @@ def _build(
 ) -> BuildResult:
     from .engine import BuildOptions, build
 
+    common = {
+        **_context(),
+        "aiter": _own_version(),
+        "torch": version("torch"),
+        "linker": f"LLD {toolkit.linker.version}",
+    }
     return build(
         requests,
-        _contexts(replays, linker=f"LLD {toolkit.linker.version}"),
+        {replay.gfx: {**replay.common_parts, **common} for replay in replays},
         BuildOptions(
             cache=options.cache,
             toolkit=toolkit,
@@ -262,6 +258,13 @@ def _build(
         ),
         log,
     )
+
+
+def _own_version() -> str:
+    try:
+        return version("aiter")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _show_config(options: _Options) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 A = TypeVar("A", bound=Hashable)
@@ -60,10 +61,8 @@ def survey(low: int, high: int, ask: Callable[[int], A]) -> Survey[A]:
 def _regimes(low: int, high: int, known: dict[int, A]) -> tuple[Regime[A], ...]:
     starts = [low]
     points = sorted(known)
-    for left, right in zip(points, points[1:], strict=False):
+    for left, right in pairwise(points):
         if known[left] != known[right]:
             starts.append(right)
     ends = [start - 1 for start in starts[1:]] + [high]
-    return tuple(
-        Regime(start, end, known[start]) for start, end in zip(starts, ends, strict=True)
-    )
+    return tuple(Regime(start, end, known[start]) for start, end in zip(starts, ends, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,10 @@ from aiter.ops.flydsl.moe.tiers import MAX_TOKENS, served_range
 
 from .common import LaunchRequest, replay_env
 from .dry_run import Recorder, dry_run
+from .manifest import common_parts
 from .ranges import Survey, survey
 from .recipe import CallerTensors
 from .rows import ArchRows, ScopedRow
-
-# Parts of a key that every launch of one process has in common.
-_COMMON_PARTS = ("target", "backend", "flydsl", "toolchain")
 
 OK, SKIP, REFUSED, BISECT, FAIL = "OK", "SKIP", "REFUSED", "BISECT", "FAIL"
 STATUSES = (OK, SKIP, REFUSED, BISECT, FAIL)
@@ -39,13 +38,14 @@ STATUSES = (OK, SKIP, REFUSED, BISECT, FAIL)
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """Rows to replay. max_tokens: highest M; exhaustive: every M of every range."""
+    """Rows to replay. max_tokens: highest M; exhaustive: every M of every range; with_key_parts:
+    also trace one launch, for the parts of the key that all have in common."""
 
     arch: ArchRows
     tables: tuple[Path, ...]
     max_tokens: int = MAX_TOKENS
     exhaustive: bool = False
-    with_key_parts: bool = True
+    with_key_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,20 @@ def replay_arch(task: ReplayTask) -> ArchReplay:
         replayer.run()
         replayer.result.cpu_s = time.process_time() - began
     result = replayer.result
-    result.notes = notes
+    result.notes = _few(notes)
     result.requests = replayer.requests()
     if task.with_key_parts and result.requests:
-        result.common_parts = _common_parts(result.requests[0].launch)
+        launcher = rebuild(result.requests[0].launch.build)
+        result.common_parts = common_parts(artifact_of(launcher).parts)
     return result
 
 
-def _common_parts(launch: Launch) -> dict[str, str]:
-    parts = artifact_of(rebuild(launch.build)).parts
-    return {
-        name: value
-        for name, value in parts.items()
-        if name in _COMMON_PARTS or name.startswith("env.")
-    }
+def _few(notes: list[str]) -> list[str]:
+    """Of notes that differ in a large number only, such as a size that follows M, the first."""
+    kept: dict[str, str] = {}
+    for note in notes:
+        kept.setdefault(re.sub(r"\d{7,}", "", note), note)
+    return list(kept.values())
 
 
 @contextmanager
@@ -212,13 +212,12 @@ class _RowReplay:
         if served is None:
             self._say(SKIP, "", f"no token count reaches a row of token {row.key.token}")
             return
-        problem = self._unmatched(served[1])
-        if problem:
-            self._say(FAIL, "", problem)
-            return
         for number, variant in enumerate(caller_variants(row)):
             self._run_caller(variant, number == 0, served, task.exhaustive)
-        if self._passed:
+        problem = self._unmatched(served[1]) if self._passed else ""
+        if problem:
+            self._say(FAIL, "", problem)
+        elif self._passed:
             tokens = f"M={served[0]}" if served[0] == served[1] else f"M={served[0]}..{served[1]}"
             callers = ", ".join(self._passed)
             self._say(OK, "", f"{tokens}, callers {callers}: {len(self._launches)} launches")
@@ -229,14 +228,13 @@ class _RowReplay:
     def _unmatched(self, tokens: int) -> str:
         """How the key the runtime looks up differs from the row's; "" if it does not."""
         row = self._scoped.row
-        try:
-            call = self._calls.call(row, caller_variants(row)[0], tokens)
-            found = call.request(self._target).tuned_key()
-        except Exception as error:
-            return _described(error)
+        call = self._calls.call(row, caller_variants(row)[0], tokens)
+        found = call.request(self._target).tuned_key()
         names = [n for n in vars(found) if getattr(found, n) != getattr(row.key, n)]
         pairs = (f"{n} {getattr(found, n)}, not {getattr(row.key, n)}" for n in names)
-        return f"no call matches this row: the runtime looks for {'; '.join(pairs)}" if names else ""
+        return (
+            f"no call matches this row: the runtime looks for {'; '.join(pairs)}" if names else ""
+        )
 
     def _run_caller(
         self, variant: CallerVariant, default: bool, served: tuple[int, int], exhaustive: bool
@@ -284,10 +282,8 @@ class _RowReplay:
     ) -> None:
         label, probes = variant.label, set(found.probes)
         held = {answer.status for answer in answers.values()}
-        if not default:
-            refusal = SKIP
-        else:
-            refusal = REFUSED if OK in held else FAIL
+        of_default = REFUSED if OK in held else FAIL
+        refusal = of_default if default else SKIP
         for tokens, answer in answers.items():
             if answer.status == REFUSED:
                 self._replayer.count(refusal, 1)

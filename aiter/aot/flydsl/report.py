@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .replay import ArchReplay
 
 _NOTES_SHOWN = 20
+_ROWS_SHOWN = 3
 
 
 class Log:
@@ -44,6 +45,12 @@ class Timing:
     wall_s: float
     cpu_s: float
     import_cpu_s: float
+
+
+def rows_text(rows: Sequence[str]) -> str:
+    """The first few of the rows that ask for something, and how many more there are."""
+    more = len(rows) - _ROWS_SHOWN
+    return ", ".join(rows[:_ROWS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replay_lines(selection: Selection, replays: Sequence[ArchReplay]) -> list[str]:
@@ -102,7 +109,7 @@ def timing_line(timing: Timing, workers: int) -> str:
 def launch_lines(replays: Sequence[ArchReplay]) -> list[str]:
     """Every distinct launch with the rows that ask for it."""
     return [
-        f"{request.gfx} {request.launch.build} <- {', '.join(request.rows)}"
+        f"{request.gfx} {request.launch.build} <- {rows_text(request.rows)}"
         for replay in replays
         for request in replay.requests
     ]

@@ -36,9 +36,7 @@ class ScopedRow:
     def foreign(self) -> str:
         """What of a mixed row is not FlyDSL's, e.g. "stage 2 ck"; "" for a full row."""
         return " ".join(
-            f"stage {stage} {name}"
-            for stage, name in enumerate(self.backends, 1)
-            if name != FLYDSL
+            f"stage {stage} {name}" for stage, name in enumerate(self.backends, 1) if name != FLYDSL
         )
 
 
