@@ -1,5 +1,6 @@
 """Pure decisions of the host side, by brute force where the domain allows it."""
 
+import itertools
 from dataclasses import fields
 
 import pytest
@@ -22,7 +23,7 @@ def test_served_ranges_partition_all_token_counts():
         covered.append((low, high))
     assert covered[0][0] == 1
     assert covered[-1][1] == cap
-    for (_, high), (low, _) in zip(covered, covered[1:], strict=False):
+    for (_, high), (low, _) in itertools.pairwise(covered):
         assert low == high + 1
 
 

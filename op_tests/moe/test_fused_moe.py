@@ -93,7 +93,7 @@ TUNED = [
 
 def tuned_table(case: MoeCase, names: tuple[str, str, int]) -> FmoeTable:
     stage1, stage2, block_m = names
-    experts, rows, packed = case.w1.data.shape
+    experts, rows, _ = case.w1.data.shape
     request = MoeRequest(
         target=GFX950,
         policy=Policy(False, True, False),

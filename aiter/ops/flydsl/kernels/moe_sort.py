@@ -193,7 +193,6 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
 def _zero(
     key: SortKey, zero: fx.Int64, zero_chunks: fx.Int32, group: fx.Int32, thread: fx.Int32
 ) -> None:
-    target = global_pointer(fx.Int32, zero, 16)
     first = group * key.threads + thread
     for i in range(first, zero_chunks, fx.Int32(ZERO_GROUPS * key.threads)):
         at = global_pointer(fx.Int32, zero + fx.Int64(i) * 16, 16)

@@ -17,8 +17,8 @@ slot(r), :] (`reduce`, summed later by `moe_reduce`).
 
 A work item is tile_m sorted rows by tile.rows columns. Workgroups take items
 `item, item + groups, ...`: a grid that covers all items and a persistent one, which fits the
-machine and walks over them, run the same code. The accumulators pass through LDS once, so that a wave stores
-or adds whole rows of consecutive columns.
+machine and walks over them, run the same code. The accumulators pass through LDS once, so that
+a wave stores or adds whole rows of consecutive columns.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Stage2Key:
 
     @property
     def row_pitch(self) -> int:
-        """Bytes of an output row in LDS: 16 more than its columns, so that rows spread over banks."""
+        """Bytes of an output row in LDS: 16 more than its columns, to spread rows over banks."""
         return 2 * self.tile.rows + CHUNK
 
     @property

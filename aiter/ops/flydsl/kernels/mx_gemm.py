@@ -179,7 +179,7 @@ def swizzle_bits(row_bytes: int) -> int:
 
 
 def swizzled(offset: fx.Int32, bits: int) -> fx.Int32:
-    """The offset that LDS layout `Swizzle(bits, 4, 4)` gives a linear byte offset; its own inverse."""
+    """Where LDS layout `Swizzle(bits, 4, 4)` puts a linear byte offset; its own inverse."""
     return offset ^ (shift_right(offset, 4) & (((1 << bits) - 1) << 4))
 
 
