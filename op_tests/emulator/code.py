@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .program import Function, Inst, Program
 from .lltypes import Type
+from .program import Function, Inst, Program
 
 Run = Callable[[list, object], None]
 Handler = Callable[["Decoder", Inst], "Run | None"]
@@ -41,7 +41,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def breaks(*names: str) -> Callable:
-    """Register an operation that may suspend waves: ``handler(decoder, inst) -> (kind, detail)``."""
+    """Register an operation that may suspend waves: ``handler(decoder, inst)`` is (kind, id)."""
 
     def register(handler: Callable) -> Callable:
         for name in names:
@@ -95,7 +95,9 @@ class Decoder:
         """The value of an operand that must be a constant."""
         value = self.template[slot]
         if value is None:
-            raise EmulationError(f"{inst.name}: an immediate operand is not a constant\n  at {inst.where}")
+            raise EmulationError(
+                f"{inst.name}: an immediate operand is not a constant\n  at {inst.where}"
+            )
         return int(value[0])
 
     def constant(self, slot: int) -> int | None:

@@ -70,7 +70,9 @@ class DeferredCopies:
         """A copy of the active lanes; ``land(lanes)`` performs it for a lane mask."""
         batch = self.batch
         self._issued.append(
-            _Issued(counter, batch.active_waves(), batch.mask_array.copy(), land, 1, self._marks.copy())
+            _Issued(
+                counter, batch.active_waves(), batch.mask_array.copy(), land, 1, self._marks.copy()
+            )
         )
 
     def count(self, counter: str, weight: int = 1) -> None:

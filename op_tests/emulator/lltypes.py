@@ -1,15 +1,16 @@
 """LLVM dialect types and how their values are held.
 
 A value of a scalar type is a numpy array of shape ``(lanes,)``; a vector of n elements has shape
-``(lanes, n)``; a struct or array is a tuple of values. ``lanes`` is one for a value that is the same
-in every lane. Integers are held signed (i1 as bool), pointers as int64, and bf16 as its uint16 bits.
+``(lanes, n)``; a struct or array is a tuple of values. ``lanes`` is one for a value that is the
+same in every lane. Integers are held signed (i1 as bool), pointers as int64, and bf16 as its
+uint16 bits.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -112,7 +113,7 @@ def _split(text: str) -> list[str]:
     return [p.strip() for p in parts if p.strip()]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_type(text: str) -> Type:
     """Parse a type as MLIR prints it; ``!llvm.`` prefixes are optional."""
     text = text.strip().removeprefix("!llvm.")

@@ -17,8 +17,8 @@ from importlib.metadata import version
 import numpy as np
 import torch
 
-from .program import Program, read_program
 from .lltypes import Type, from_bytes
+from .program import Program, read_program
 
 SUPPORTED_FLYDSL = ("0.5.0",)
 _programs: dict[tuple[str, str], Program] = {}
@@ -45,7 +45,7 @@ def flydsl_arch(arch: str):
     """Pin FlyDSL's target to ``arch`` and restore the environment afterwards."""
     names = ("FLYDSL_GPU_ARCH", "ARCH")
     saved = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: arch for name in names})
+    os.environ.update(dict.fromkeys(names, arch))
     try:
         yield
     finally:
@@ -67,9 +67,7 @@ def jit_calls(handler):
 
     def execute(self, args, kwargs, *, execute, return_compiled=False):
         if ir.Context.current is not None or not execute:
-            return original(
-                self, args, kwargs, execute=execute, return_compiled=return_compiled
-            )
+            return original(self, args, kwargs, execute=execute, return_compiled=return_compiled)
         handler(self, args, kwargs)
         return _Replay(self, handler, kwargs) if return_compiled else None
 

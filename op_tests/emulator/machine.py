@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .memory import LDS_APERTURE, PRIVATE_APERTURE, Bank, MemoryFault
 from .lltypes import Type
+from .memory import LDS_APERTURE, PRIVATE_APERTURE, Bank, MemoryFault
 
 if TYPE_CHECKING:
     from .scheduler import Group
@@ -84,7 +84,7 @@ class Batch:
     # ---- memory ------------------------------------------------------------------------------
 
     def load(self, space: int, at: np.ndarray, size: int, where: str = "") -> np.ndarray:
-        """``(lanes, size)`` uint8 from pointers ``at`` of an address space; inactive lanes get 0."""
+        """``(lanes, size)`` uint8 from pointers ``at`` of a space; inactive lanes get 0."""
         if space == 3 or space == 5:
             return self._bank_load(space, at, size)
         if space not in (0, 1, 4):

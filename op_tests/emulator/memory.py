@@ -78,7 +78,7 @@ class Allocation:
     size: int
     label: str
     tensor: torch.Tensor
-    uses: int = 1
+    uses: int = 0
     written: np.ndarray | None = None
 
 
@@ -101,15 +101,11 @@ class GlobalMemory:
         storage = tensor.untyped_storage()
         base, size = storage.data_ptr(), storage.nbytes()
         found = self._by_base.get(base)
-        if found is None or found.size < size:
+        if found is None:
             name = label or f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            uses = found.uses if found else 0
-            found = Allocation(base, size, name, tensor, uses)
-            if base not in self._by_base:
-                bisect.insort(self._bases, base)
-            self._by_base[base] = found
-        found.uses += 1 if found.uses or found.written is None else 0
-        found.uses = max(found.uses, 1)
+            found = self._by_base[base] = Allocation(base, size, name, tensor)
+            bisect.insort(self._bases, base)
+        found.uses += 1
         if scratch:
             found.written = np.zeros(size, bool)
             self._shadowed = True
@@ -117,7 +113,7 @@ class GlobalMemory:
 
     def release(self, allocation: Allocation) -> None:
         allocation.uses -= 1
-        if allocation.uses <= 0 and self._by_base.get(allocation.base) is allocation:
+        if allocation.uses == 0:
             del self._by_base[allocation.base]
             self._bases.remove(allocation.base)
 
@@ -216,11 +212,12 @@ class Bank:
         self._check(at, size, "load")
         where = owner * self.stride + at
         if self._written is not None:
-            fresh = gather({1: self._written.view(np.uint8)}, where, 1) if size == 1 else None
-            seen = self._written[where[:, None] + np.arange(size)] if fresh is None else fresh
+            seen = self._written[where[:, None] + np.arange(size)]
             if not seen.all():
-                lane = int(np.flatnonzero(~seen.astype(bool).all(axis=1))[0])
-                text = f"read of {size} bytes at {self.name} byte {int(at[lane])} that nothing wrote"
+                lane = int(np.flatnonzero(~seen.all(axis=1))[0])
+                text = (
+                    f"read of {size} bytes at {self.name} byte {int(at[lane])} that nothing wrote"
+                )
                 raise MemoryFault(text, lane)
         return gather(self._views, where, size)
 

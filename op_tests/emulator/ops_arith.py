@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from .code import Decoder, Run, handles
-from .program import Inst
 from .lltypes import Type, bf16_to_f32, f32_to_bf16, unsigned
+from .program import Inst
 
 Array = np.ndarray
 Op2 = Callable[[Array, Array], Array]

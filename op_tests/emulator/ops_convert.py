@@ -8,9 +8,9 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .formats import Format, format_named, pack, unpack
+from .lltypes import Type, f32_to_bf16, from_bytes, to_bytes
 from .ops_arith import as_float, as_kind
 from .program import Inst
-from .lltypes import Type, f32_to_bf16, from_bytes, to_bytes
 
 _LOW = ("fp8", "bf8", "fp6", "bf6", "fp4")
 

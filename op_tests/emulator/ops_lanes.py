@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .code import Decoder, Run, handles
-from .program import Inst
 from .lltypes import unsigned
+from .program import Inst
 
 
 def per_wave(s: object, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
@@ -185,9 +185,7 @@ def permlane_swap(d: Decoder, inst: Inst) -> Run:
     size = 32 if "32" in inst.name.split("swap")[0] else 16
 
     def run(v: list, s: object) -> None:
-        first, second = (
-            s.spread(v[x]).reshape(s.count, -1, 2, size) for x in (a, b)
-        )
+        first, second = (s.spread(v[x]).reshape(s.count, -1, 2, size) for x in (a, b))
         left = np.stack([first[:, :, 0], second[:, :, 0]], 2).reshape(s.n)
         right = np.stack([first[:, :, 1], second[:, :, 1]], 2).reshape(s.n)
         v[r] = (left, right)
@@ -197,8 +195,8 @@ def permlane_swap(d: Decoder, inst: Inst) -> Run:
 
 @handles("rocdl.permlanex16", "llvm.amdgcn.permlane16*", "llvm.amdgcn.permlanex16*")
 def permlane(d: Decoder, inst: Inst) -> Run:
-    """Lane i of a row reads the lane that nibble i of the selectors names, in its or the other row."""
-    old, a, low, high = inst.args[:4]
+    """Lane i of a row reads the lane nibble i of the selectors names, in its or the other row."""
+    _old, a, low, high = inst.args[:4]
     r, other = inst.results[0], "permlanex16" in inst.name
 
     def run(v: list, s: object) -> None:
@@ -242,7 +240,7 @@ def ballot(d: Decoder, inst: Inst) -> Run:
 
 @handles("rocdl.mbcnt.lo", "rocdl.mbcnt.hi", "llvm.amdgcn.mbcnt.lo", "llvm.amdgcn.mbcnt.hi")
 def mask_bit_count(d: Decoder, inst: Inst) -> Run:
-    """Bits of the mask below this lane, in its low or high 32 lanes, added to the second operand."""
+    """Bits of the mask below this lane, of its low or high 32 lanes, plus the second operand."""
     (a, b), r = inst.args, inst.results[0]
     high = "hi" in inst.name.split(".")
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .formats import e8m0, format_named, unpack
-from .program import Inst
 from .lltypes import Type, bf16_to_f32, to_bytes
+from .program import Inst
 
 Fragment = Callable[[object, np.ndarray], np.ndarray]
 

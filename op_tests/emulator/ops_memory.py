@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from .code import Decoder, Run, handles
+from .lltypes import Type, from_bytes, parse_type, to_bytes, unsigned
 from .machine import pointee_size
 from .ops_arith import as_float, as_kind
+from .ops_struct import resource_from_words
 from .program import Inst
-from .lltypes import Type, from_bytes, parse_type, to_bytes, unsigned
 
 _DYNAMIC = -(1 << 31)
 
@@ -221,12 +222,13 @@ def buffer_lanes(resource: tuple, offset: np.ndarray, size: int) -> tuple:
     return base + offset, inside
 
 
-def buffer_load(s: object, resource: tuple, offset: np.ndarray, size: int, where: str) -> np.ndarray:
+def buffer_load(
+    s: object, resource: tuple, offset: np.ndarray, size: int, where: str
+) -> np.ndarray:
     """``(lanes, size)`` uint8; parts beyond the buffer's end read as zero."""
     at, inside = buffer_lanes(resource, offset, size)
-    if len(at) == 1 and len(inside) == 1:
-        if inside.all():
-            return s.load(1, at, size, where)
+    if len(at) == 1 and len(inside) == 1 and inside.all():
+        return s.load(1, at, size, where)
     at, inside = s.spread(at), s.spread(inside)
     saved = s.mask
     good = inside.all(axis=1)
@@ -263,20 +265,31 @@ def buffer_store(s: object, resource: tuple, offset: np.ndarray, data: np.ndarra
     s.set_mask(saved)
 
 
-@handles("rocdl.raw.ptr.buffer.load", "rocdl.ptr.s.buffer.load", "llvm.amdgcn.raw.ptr.buffer.load*")
+@handles("rocdl.raw.ptr.buffer.load", "llvm.amdgcn.raw.ptr.buffer.load*")
 def raw_buffer_load(d: Decoder, inst: Inst) -> Run:
-    rsrc, voffset, *rest = inst.args
+    rsrc, voffset, soffset = inst.args[:3]
     r, kind, where = inst.results[0], inst.result_types[0], inst.where
-    scalar_form = inst.name == "rocdl.ptr.s.buffer.load"
     size = kind.size
 
     def run(v: list, s: object) -> None:
         s.copies.count("vm", -(-size // 16))
-        if scalar_form:
-            offset = unsigned(v[voffset]).astype(np.int64)
-        else:
-            offset = buffer_offset(v, voffset, rest[0])
+        offset = buffer_offset(v, voffset, soffset)
         v[r] = from_bytes(buffer_load(s, v[rsrc], offset, size, where), kind)
+
+    return run
+
+
+@handles("rocdl.ptr.s.buffer.load", "llvm.amdgcn.s.buffer.load*")
+def scalar_buffer_load(d: Decoder, inst: Inst) -> Run:
+    """A wave-uniform load; the intrinsic takes the resource as four words."""
+    rsrc, offset = inst.args[:2]
+    r, kind, where = inst.results[0], inst.result_types[0], inst.where
+    words = inst.arg_types[0].kind == "vector"
+
+    def run(v: list, s: object) -> None:
+        resource = resource_from_words(v[rsrc]) if words else v[rsrc]
+        at = unsigned(v[offset]).astype(np.int64)
+        v[r] = from_bytes(buffer_load(s, resource, at, kind.size, where), kind)
 
     return run
 

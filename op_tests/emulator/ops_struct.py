@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from .code import Decoder, Run, handles, poison_value, zero_value
-from .memory import LDS_APERTURE, PRIVATE_APERTURE
-from .program import Inst
 from .lltypes import from_bytes, to_bytes, unsigned
+from .memory import LDS_APERTURE, PRIVATE_APERTURE
 from .ops_arith import as_float, as_kind
+from .program import Inst
 
 
 @handles("llvm.mlir.poison", "llvm.mlir.undef")
@@ -242,15 +242,39 @@ def float_to_int(d: Decoder, inst: Inst) -> Run:
 @handles("llvm.inttoptr", "llvm.ptrtoint")
 def pointer_cast(d: Decoder, inst: Inst) -> Run:
     a, r = inst.args[0], inst.results[0]
-    source, dtype = inst.arg_types[0], inst.result_types[0].dtype
+    source, target = inst.arg_types[0], inst.result_types[0]
+    if source.space == 8 and target.bits == 128:
+
+        def run(v: list, s: object) -> None:
+            v[r] = resource_words(v[a]).view("V16")[:, 0]
+
+        return run
+    if 8 in (source.space, target.space):
+        raise NotImplementedError(f"cast from {source} to {target}")
 
     def run(v: list, s: object) -> None:
         value = v[a]
         if source.kind == "int" and source.bits < 64:
             value = unsigned(value)
-        v[r] = value.astype(dtype)
+        v[r] = value.astype(target.dtype)
 
     return run
+
+
+def resource_words(resource: tuple) -> np.ndarray:
+    """A buffer resource as ``(lanes, 4)`` uint32: base low, base high, bytes, flags."""
+    base, _, size, flags = (np.asarray(x) for x in resource)
+    parts = [base, base >> 32, np.minimum(size, (1 << 32) - 1), flags]
+    rows = max(len(p) for p in parts)
+    words = [np.broadcast_to(p, rows).astype(np.int64).astype(np.uint32) for p in parts]
+    return np.ascontiguousarray(np.stack(words, 1))
+
+
+def resource_from_words(words: np.ndarray) -> tuple:
+    """Inverse of :func:`resource_words`, from ``(lanes, 4)`` i32."""
+    wide = unsigned(words).astype(np.int64)
+    base = wide[:, 0] | ((wide[:, 1] & 0xFFFF) << 32)
+    return base, np.zeros(1, np.int16), wide[:, 2], words[:, 3]
 
 
 @handles("llvm.addrspacecast")

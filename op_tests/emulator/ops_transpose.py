@@ -14,8 +14,8 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .formats import pack, unpack
-from .program import Inst
 from .lltypes import from_bytes
+from .program import Inst
 
 
 def transpose_sources(bits: int, elements: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,10 +43,7 @@ def transpose_load(d: Decoder, inst: Inst) -> Run:
 
     def run(v: list, s: object) -> None:
         raw = s.load(3, v[p], size)
-        if bits == 16:
-            codes = np.ascontiguousarray(raw).view(np.uint16)
-        else:
-            codes = unpack(raw, bits)
+        codes = np.ascontiguousarray(raw).view(np.uint16) if bits == 16 else unpack(raw, bits)
         rows = codes.reshape(s.count, s.width, elements)
         picked = rows[:, source, place].reshape(s.n, elements)
         data = np.ascontiguousarray(picked)

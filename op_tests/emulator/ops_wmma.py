@@ -20,10 +20,10 @@ import numpy as np
 
 from .code import Decoder, Run, handles
 from .formats import e8m0
+from .lltypes import to_bytes
 from .ops_arith import as_float, as_kind
 from .ops_matrix import element_decoder, scaled_operand
 from .program import Inst
-from .lltypes import to_bytes
 
 
 def by_runs(s: object, values: np.ndarray, run: int) -> np.ndarray:
@@ -75,10 +75,7 @@ def wmma(d: Decoder, inst: Inst) -> Run:
         y = by_runs(s, right(s.spread(v[b])), run_length)
         start = accumulators(s, as_float(v[c], source))
         product = np.matmul(x, y.transpose(0, 2, 1))
-        if integer:
-            total = (product.astype(np.int64) + start).astype(np.int32)
-        else:
-            total = product + start
+        total = (product.astype(np.int64) + start).astype(np.int32) if integer else product + start
         v[r] = as_kind(registers(total), kind)
 
     return run

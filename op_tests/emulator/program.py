@@ -16,7 +16,7 @@ from .lltypes import Type, parse_type
 
 @dataclass(frozen=True)
 class Inst:
-    """One operation. ``name`` is the operation's, or the intrinsic's for ``llvm.call_intrinsic``."""
+    """One operation; ``llvm.call_intrinsic`` goes by the intrinsic's name."""
 
     name: str
     args: tuple[int, ...]
@@ -58,7 +58,7 @@ class SharedGlobal:
 
 @dataclass
 class Program:
-    """``host`` is the launcher; ``kernels`` its device functions; ``globals`` their LDS variables."""
+    """``host`` is the launcher, ``kernels`` its device code, ``globals`` their LDS variables."""
 
     arch: str
     host: Function
@@ -97,7 +97,9 @@ def _constant(op, ir, kind: Type) -> object:
         if kind.dtype == bool:
             return np.array([number & 1], bool)
         bits = kind.scalar.bits
-        return np.array([(number + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))], kind.dtype)
+        return np.array(
+            [(number + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))], kind.dtype
+        )
     if isinstance(value, ir.FloatAttr):
         return _float(float(value.value), kind).reshape(1)
     if isinstance(value, ir.DenseElementsAttr):
@@ -162,9 +164,7 @@ class _Reader:
             slots = slots[: len(slots) - sum(counts)]
         result_slots = tuple(self.slot(v) for v in results)
         where = str(op.location)
-        return Inst(
-            name, slots, kinds, result_slots, result_types, attrs, where, tuple(successors)
-        )
+        return Inst(name, slots, kinds, result_slots, result_types, attrs, where, tuple(successors))
 
 
 def _cases(op) -> list[int]:
@@ -194,7 +194,8 @@ def block_order(edges: list[list[int]]) -> list[int]:
     reach, seen, post = _reachable(edges), {0}, []
 
     def visits(b: int):
-        return iter(sorted(reversed(edges[b]), key=lambda s: bool(reach[s] >> b & 1)))
+        last_first = list(reversed(edges[b]))
+        return iter(sorted(last_first, key=lambda s: bool(reach[s] >> b & 1)))
 
     stack = [(0, visits(0))]
     while stack:

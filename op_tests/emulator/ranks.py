@@ -20,7 +20,7 @@ class _Rank:
         self.done = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         context = contextvars.copy_context()
-        body = lambda: context.run(self._body, function)  # noqa: E731
+        body = lambda: context.run(self._body, function)
         self._thread = threading.Thread(target=body, daemon=True)
         self._thread.start()
 
@@ -29,7 +29,7 @@ class _Rank:
         try:
             if self.failure is None:
                 self.result = function()
-        except BaseException as error:  # noqa: BLE001  handed to the caller of run
+        except BaseException as error:
             self.error = error
         self.done = True
         self._back.release()
@@ -88,6 +88,6 @@ class Ranks:
                 return
             except StopIteration:
                 rank.steps = None
-            except Exception as error:  # noqa: BLE001  raised where the rank launched
+            except Exception as error:
                 rank.steps, rank.failure = None, error
         rank.resume()

@@ -83,7 +83,9 @@ class Emulator:
 
     def _hold(self, values: list) -> list[Allocation]:
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        tensors += [t for v in values if isinstance(t := getattr(v, "torch_tensor", None), torch.Tensor)]
+        tensors += [
+            t for v in values if isinstance(t := getattr(v, "torch_tensor", None), torch.Tensor)
+        ]
         return [self.memory.register(t) for t in tensors if t.untyped_storage().nbytes()]
 
     def _host(self, program: Program, values: list) -> list[tuple[str, Geometry, list]]:

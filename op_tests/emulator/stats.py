@@ -83,8 +83,8 @@ class KernelStats:
         by_kind = ", ".join(f"{k} {n}" for k, n in kinds.most_common())
         return (
             f"{name}: {self.launches} launches, read {self.read_bytes} B, write "
-            f"{self.write_bytes} B, atomic {self.atomic_bytes} B, LDS read {self.lds_read_bytes} B, "
-            f"LDS write {self.lds_write_bytes} B, bank conflicts {self.conflicts} cycles\n"
+            f"{self.write_bytes} B, atomic {self.atomic_bytes} B, "
+            f"LDS read {self.lds_read_bytes} B, LDS write {self.lds_write_bytes} B, bank conflicts {self.conflicts} cycles\n"
             f"    {by_kind}"
         )
 

@@ -1,1 +1,1 @@
-"""Tests of the emulator itself: operations against scalar references, and kernels broken on purpose."""
+"""Tests of the emulator: operations against scalar references, kernels broken on purpose."""

@@ -135,7 +135,7 @@ def make_collatz():
         steps = fx.Int32(0)
         while number != 1:
             odd = number % 2
-            if odd == 1:
+            if odd == 1:  # noqa: SIM108  a device branch
                 number = number * 3 + 1
             else:
                 number = number // 2

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from op_tests.emulator import emulated
-from op_tests.emulator.lowering import parse_program
 from op_tests.emulator.lltypes import parse_type
+from op_tests.emulator.lowering import parse_program
 
 _MODULE = """
 module attributes {{gpu.container_module}} {{
@@ -32,7 +32,7 @@ LDS = "llvm.mlir.global external @lds() {{addr_space = 3 : i32}} : !llvm.array<{
 
 
 def module_text(body: str, pointers: int, block: int, grid: int = 1, lds: int = 0) -> str:
-    """A module with kernel ``@snippet``; ``%arg0`` and so on are global pointers, LDS is ``@lds``."""
+    """A module with kernel ``@snippet``; ``%arg0``, ... are global pointers, LDS is ``@lds``."""
     names = [f"%arg{n}" for n in range(pointers)]
     return _MODULE.format(
         body=body,
@@ -61,12 +61,14 @@ def apply_operation(
     operands: list[tuple[str, np.ndarray]],
     result: str,
     waves: int = 2,
+    before: str = "%r",
     **options: object,
 ) -> np.ndarray:
     """The raw result of one operation, ``(lanes, size)`` uint8.
 
     ``operation``: text with ``{0}``, ``{1}``, ... for the operands. ``operands``: type and raw
-    ``(lanes, size)`` uint8 content of each.
+    ``(lanes, size)`` uint8 content of each. ``before``: text that goes before the operation, with
+    the same placeholders; it ends in ``%r``, the result's name.
     """
     width = 32 if arch == "gfx1250" else 64
     lines = ["%tid = rocdl.workitem.id.x : i32"]
@@ -79,7 +81,7 @@ def apply_operation(
         lines.append(f"%v{n} = llvm.load %p{n} {{alignment = 1 : i64}} : !llvm.ptr<1> -> {kind}")
     size = parse_type(result).size
     names = [f"%v{n}" for n in range(len(operands))]
-    lines.append(f"%r = {operation.format(*names)}")
+    lines.append(f"{before.format(*names)} = {operation.format(*names)}")
     last = len(operands)
     lines.append(
         f"%pr = llvm.getelementptr %arg{last}[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, "
@@ -88,7 +90,9 @@ def apply_operation(
     lines.append(f"llvm.store %r, %pr {{alignment = 1 : i64}} : {result}, !llvm.ptr<1>")
     lanes = waves * width
     tensors = [torch.from_numpy(np.ascontiguousarray(raw).copy()) for _, raw in operands]
-    assert all(t.shape == (lanes, parse_type(k).size) for t, (k, _) in zip(tensors, operands))
+    assert all(
+        t.shape == (lanes, parse_type(k).size) for t, (k, _) in zip(tensors, operands, strict=True)
+    )
     out = torch.zeros((lanes, size), dtype=torch.uint8)
     text = module_text("\n".join(lines), last + 1, lanes)
     run_module(arch, text, [*tensors, out], **options)

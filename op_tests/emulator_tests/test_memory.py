@@ -9,6 +9,8 @@ from op_tests.emulator import EmulationError, emulated
 
 from . import sample_kernels as samples
 
+pytestmark = pytest.mark.emulated
+
 
 def _words(count: int) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=torch.int32)
@@ -16,9 +18,8 @@ def _words(count: int) -> torch.Tensor:
 
 def test_a_store_past_a_tensor_names_kernel_line_workgroup_wave_and_lane() -> None:
     x, out = _words(512), torch.zeros(400, dtype=torch.int32)
-    with emulated("gfx950"):
-        with pytest.raises(EmulationError) as caught:
-            samples.make_reverse(True)(out, x, 2, None)
+    with emulated("gfx950"), pytest.raises(EmulationError) as caught:
+        samples.make_reverse(True)(out, x, 2, None)
     text = str(caught.value)
     assert text.startswith("reverse_0: llvm.store: store of 4 bytes")
     assert "past the end of tensor (400,) int32 (1600 bytes)" in text
@@ -55,9 +56,8 @@ def test_a_buffer_reads_zero_and_drops_stores_beyond_its_end() -> None:
 
 def test_a_buffer_larger_than_its_tensor_is_an_error() -> None:
     x, out = _words(32), torch.zeros(64, dtype=torch.int32)
-    with emulated("gfx950"):
-        with pytest.raises(EmulationError, match="past the end of tensor"):
-            samples.make_buffer_copy(256)(out, x, None)
+    with emulated("gfx950"), pytest.raises(EmulationError, match="past the end of tensor"):
+        samples.make_buffer_copy(256)(out, x, None)
 
 
 @pytest.mark.parametrize("order", ["lockstep", "random"])

@@ -8,6 +8,8 @@ import pytest
 from .scalar import decode_float, random_codes
 from .snippets import apply_operation
 
+pytestmark = pytest.mark.emulated
+
 WAVES = 2
 
 
@@ -32,7 +34,9 @@ def _expected(a: np.ndarray, b: np.ndarray, c: np.ndarray, size: int) -> np.ndar
     for lane in range(64):
         for i in range(out.shape[1]):
             m, n = _result_place(size, lane, i)
-            out[lane, i] = c[lane, i] + sum(float(x) * float(y) for x, y in zip(a[m], b[n]))
+            out[lane, i] = c[lane, i] + sum(
+                float(x) * float(y) for x, y in zip(a[m], b[n], strict=True)
+            )
     return out
 
 
@@ -59,7 +63,9 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("arch, form, fmt, kind", PLAIN, ids=[f"{p[0]}-{p[1]}" for p in PLAIN])
+@pytest.mark.parametrize(
+    ("arch", "form", "fmt", "kind"), PLAIN, ids=[f"{p[0]}-{p[1]}" for p in PLAIN]
+)
 def test_mfma_matches_the_scalar_reference(arch: str, form: str, fmt: str, kind: str) -> None:
     rng = np.random.default_rng(1)
     size = int(form.split(".")[1].split("x")[0])
@@ -108,7 +114,7 @@ def _scaled_place(name: str, size: int):
 
 
 @pytest.mark.parametrize("size", [16, 32])
-@pytest.mark.parametrize("left, right", PAIRS)
+@pytest.mark.parametrize(("left", "right"), PAIRS)
 @pytest.mark.parametrize("select", [(0, 0), (1, 3), (2, 1)])
 def test_scaled_mfma_matches_the_scalar_reference(
     size: int, left: str, right: str, select: tuple[int, int]
@@ -124,12 +130,12 @@ def test_scaled_mfma_matches_the_scalar_reference(
         f"rocdl.mfma.scale.f32.{size}x{size}x{depth}.f8f6f4 {{0}}, {{1}}, {{2}}, {left}, {right}, "
         f"{select[0]}, {{3}}, {select[1]}, {{4}} : ({', '.join(kinds)}) -> vector<{count}xf32>"
     )
-    operands = list(zip(kinds, [*raws, c.view(np.uint8), *scales]))
+    operands = list(zip(kinds, [*raws, c.view(np.uint8), *scales], strict=True))
     got = apply_operation("gfx950", text, operands, kinds[2], WAVES).view(np.float32)
     for wave in range(WAVES):
         rows = slice(64 * wave, 64 * wave + 64)
         sides = []
-        for name, raw, scale, byte in zip((left, right), raws, scales, select):
+        for name, raw, scale, byte in zip((left, right), raws, scales, select, strict=True):
             place = _scaled_place(name, size)
             values = _matrix(raw[rows], FORMATS[name][0], size, depth, place)
             for row in range(size):
@@ -152,8 +158,10 @@ def test_scale_255_is_nan() -> None:
         "rocdl.mfma.scale.f32.16x16x128.f8f6f4 {0}, {1}, {2}, fp4_e2m1, fp4_e2m1, 0, {3}, 0, {4}"
         f" : ({', '.join(kinds)}) -> vector<4xf32>"
     )
-    operands = list(zip(kinds, [ones, ones, c, broken, scale]))
+    operands = list(zip(kinds, [ones, ones, c, broken, scale], strict=True))
     got = apply_operation("gfx950", text, operands, kinds[2], 1).view(np.float32)
-    bad = {_result_place(16, lane, i)[0] for lane, i in zip(*np.nonzero(np.isnan(got)))}
+    bad = {
+        _result_place(16, lane, i)[0] for lane, i in zip(*np.nonzero(np.isnan(got)), strict=True)
+    }
     assert bad == {5}
     assert (got[~np.isnan(got)] == 128).all()

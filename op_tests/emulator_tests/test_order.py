@@ -9,6 +9,8 @@ from op_tests.emulator import EmulationError, emulated
 
 from . import sample_kernels as samples
 
+pytestmark = pytest.mark.emulated
+
 ORDERS = [("lockstep", 0), ("random", 0), ("random", 1), ("random", 2)]
 
 
@@ -22,7 +24,7 @@ def _reverse(barrier: bool, order: str, seed: int) -> bool:
     return torch.equal(out, x.view(4, -1).flip(1).reshape(-1))
 
 
-@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize(("order", "seed"), ORDERS)
 def test_a_kernel_with_its_barrier_passes(order: str, seed: int) -> None:
     assert _reverse(True, order, seed)
 
@@ -46,7 +48,7 @@ def _staged_sum(wait: int | None, order: str, seed: int) -> bool:
     return torch.equal(out, x[:, :64].sum(0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize(("order", "seed"), ORDERS)
 def test_async_copies_with_their_wait_pass(order: str, seed: int) -> None:
     assert _staged_sum(0, order, seed)
 
@@ -64,7 +66,7 @@ def _vmcnt_copy(vmcnt: int, order: str, seed: int) -> bool:
     return torch.equal(out, x[:64] + x[64:])
 
 
-@pytest.mark.parametrize("order, seed", ORDERS)
+@pytest.mark.parametrize(("order", "seed"), ORDERS)
 def test_copies_awaited_by_vmcnt_pass(order: str, seed: int) -> None:
     assert _vmcnt_copy(0, order, seed)
 
@@ -120,10 +122,10 @@ def test_spinning_workgroups_let_later_ones_run(order: str, sleep: bool) -> None
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
     flags = torch.zeros(4, dtype=torch.int32)
-    with emulated("gfx950", spin_limit=500):
-        with pytest.raises(EmulationError) as caught:
-            samples.make_relay(True)(flags, 0, 3, 2, None)
+    with emulated("gfx950", spin_limit=500), pytest.raises(EmulationError) as caught:
+        samples.make_relay(True)(flags, 0, 3, 2, None)
     text = str(caught.value)
-    assert "relay" in text and "no progress" in text
+    assert "relay" in text
+    assert "no progress" in text
     assert "workgroup (1, 0, 0) wave 0 spins on a load of byte 8 of tensor (4,) int32" in text
     assert "sample_kernels.py" in text

@@ -9,6 +9,8 @@ from op_tests.emulator import EmulationError, emulated
 
 from . import sample_kernels as samples
 
+pytestmark = pytest.mark.emulated
+
 
 @pytest.mark.parametrize("order", ["lockstep", "random"])
 def test_ranks_may_wait_for_each_other(order: str) -> None:
