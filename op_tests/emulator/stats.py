@@ -84,7 +84,8 @@ class KernelStats:
         return (
             f"{name}: {self.launches} launches, read {self.read_bytes} B, write "
             f"{self.write_bytes} B, atomic {self.atomic_bytes} B, "
-            f"LDS read {self.lds_read_bytes} B, LDS write {self.lds_write_bytes} B, bank conflicts {self.conflicts} cycles\n"
+            f"LDS read {self.lds_read_bytes} B, LDS write {self.lds_write_bytes} B, "
+            f"bank conflicts {self.conflicts} cycles\n"
             f"    {by_kind}"
         )
 

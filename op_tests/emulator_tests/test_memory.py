@@ -40,9 +40,9 @@ def test_an_unregistered_tensor_may_not_be_read() -> None:
 
 def test_lds_beyond_the_allocation_is_an_error() -> None:
     x, out = _words(256), torch.zeros(256, dtype=torch.int32)
-    with emulated("gfx950"):
-        with pytest.raises(EmulationError, match="LDS byte 800 of 800") as caught:
-            samples.make_reverse(True, lds_words=200)(out, x, 1, None)
+    short = samples.make_reverse(True, lds_words=200)
+    with emulated("gfx950"), pytest.raises(EmulationError, match="LDS byte 800 of 800") as caught:
+        short(out, x, 1, None)
     assert "wave 3, lane 8" in str(caught.value)
 
 

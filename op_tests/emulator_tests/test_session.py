@@ -59,9 +59,9 @@ def test_a_launcher_is_lowered_once_for_each_arch(monkeypatch: pytest.MonkeyPatc
 
 def test_another_flydsl_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "version", lambda name: "0.9.1")
-    with pytest.raises(RuntimeError, match="0.9.1 is installed; check .*lowering.py"):
-        with emulated("gfx950"):
-            pass
+    advice = "0.9.1 is installed; check .*lowering.py"
+    with pytest.raises(RuntimeError, match=advice), emulated("gfx950"):
+        pass
 
 
 def test_an_unknown_operation_stops_with_its_name() -> None:
