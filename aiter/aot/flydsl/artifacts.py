@@ -4,9 +4,11 @@ FlyDSL's artifact is the pickle of one `CompiledArtifact`. Unpickling runs whate
 names, so a file is judged here by a reader that admits nothing but that class and builds no
 instance of it.
 
-A worker compiles into a staging folder of its own and moves the finished file into the cache by
-one rename, so that a process killed at any moment leaves no half-written artifact there, and
-what it left in the staging folder is known to be garbage once no build holds the lock.
+Workers compile into a staging folder that lies in the cache and that FlyDSL takes for its cache.
+A finished artifact is judged and goes into the cache by one rename, so that a process killed at
+any moment leaves no half-written one there; what it left in the staging folder is known to be
+garbage once no build holds the lock. The staging folder begins with links to what earlier builds
+recorded and is intact: FlyDSL then finds it there, and trusts nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any
 from .common import UsageError
 
 STAGING = ".aiter_staging"
+TEMPORARY = ".tmp"  # in the staging folder, for what compilers leave
 _LOCK = ".aiter_build.lock"
 _MIN_FREE = 1 << 20  # bytes; an artifact is a few thousand
 _STALE_SECONDS = 600.0
@@ -49,13 +52,6 @@ class FileRecord:
     file: str
     size: int
     sha256: str
-
-    @classmethod
-    def of(cls, cache: Path, path: Path) -> FileRecord:
-        """Read `path`, which is below `cache`. Raises OSError."""
-        data = path.read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        return cls(path.relative_to(cache).as_posix(), len(data), digest)
 
     def damage(self, cache: Path) -> str | None:
         """How the file differs from this record, None if it does not."""
@@ -150,7 +146,7 @@ def _require_room(cache: Path) -> None:
             "to begin); make room, or name another with --cache-dir"
         )
     try:
-        (cache / STAGING).mkdir()
+        (cache / STAGING / TEMPORARY).mkdir(parents=True)
     except OSError as error:
         raise UsageError(_unwritable(cache, error)) from None
 
@@ -174,34 +170,45 @@ def _sweep(cache: Path) -> None:
             continue
 
 
-@contextmanager
-def staging_folder(cache: Path) -> Iterator[Path]:
-    """An empty folder on the cache's file system, of the caller alone, gone afterwards."""
-    try:
-        folder = Path(tempfile.mkdtemp(dir=cache / STAGING))
-    except OSError as error:
-        raise CacheFullError(_unwritable(cache, error)) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def seed(cache: Path, records: Iterable[FileRecord]) -> set[str]:
+    """Link what is recorded and intact into the staging folder; returns the names of its files.
+
+    Raises OSError.
+    """
+    intact = set()
+    for record in records:
+        if record.damage(cache) is None:
+            staged = cache / STAGING / record.file
+            staged.parent.mkdir(exist_ok=True)
+            try:
+                os.link(cache / record.file, staged)
+            except OSError:  # a file system without links
+                shutil.copyfile(cache / record.file, staged)
+            intact.add(record.file)
+    return intact
 
 
-def install(cache: Path, staged: Path) -> FileRecord:
-    """Move a finished file `<staging>/<function>/<key>.pkl` into `cache`. Raises OSError.
+def install(cache: Path, file: str, data: bytes) -> FileRecord:
+    """Put `data` into `cache` as `file`, unless it is there already. Raises OSError.
 
     It becomes readable to all: FlyDSL writes 0600, and whoever serves is often another user.
     For a cache that is read-only to them FlyDSL also needs the lock file to be there and open
     to all.
     """
-    final = cache / staged.parent.name / staged.name
+    record = FileRecord(file, len(data), hashlib.sha256(data).hexdigest())
+    if record.damage(cache) is None:
+        return record
+    final = cache / file
     final.parent.mkdir(exist_ok=True)
-    staged.chmod(0o644)
-    with staged.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(staged, final)
+    handle, draft = tempfile.mkstemp(dir=cache / STAGING)
+    with open(handle, "wb") as output:
+        output.write(data)
+        os.fchmod(handle, 0o644)
+        output.flush()
+        os.fsync(handle)
+    os.replace(draft, final)
     lock = final.with_suffix(".lock")
     if not lock.exists():
         lock.touch()
         lock.chmod(0o666)
-    return FileRecord.of(cache, final)
+    return record

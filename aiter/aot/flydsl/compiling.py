@@ -25,13 +25,14 @@ from aiter.ops.flydsl.kernels.tensor_shim import (
 )
 
 from .artifacts import (
+    STAGING,
+    TEMPORARY,
     ArtifactError,
     CacheFullError,
     FileRecord,
     free_bytes,
     install,
     require_artifact,
-    staging_folder,
 )
 
 # What would keep FlyDSL from writing its cache file.
@@ -46,25 +47,23 @@ _NEARLY_FULL = 1 << 16  # bytes free at which a failed write is taken to be for 
 
 @dataclass(frozen=True)
 class CompileTask:
-    """Make `launch` for `gfx` be in `cache`. rocm: a toolkit's root, to compile with.
-
-    known: files of the cache that were built for this launch before. With none the launch is
-    compiled without asking for its key first, which costs a trace.
-    """
+    """Make `launch` for `gfx` be in `cache`. rocm: a toolkit's root, to compile with."""
 
     gfx: str
     launch: Launch
     cache: Path
     rocm: Path
-    known: tuple[FileRecord, ...] = ()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Where a launch's artifact is. cpu_s: CPU seconds of this task, its linker's included."""
+    """A launch's artifact. found: it was in the staging folder, from an earlier build or launch.
+
+    cpu_s: CPU seconds of this task, its linker's included.
+    """
 
     record: FileRecord
-    reused: bool
+    found: bool
     cpu_s: float
 
 
@@ -86,19 +85,36 @@ class Traced:
 
 
 def compile_launch(task: CompileTask) -> Compiled:
-    """Compile `task.launch`, unless its artifact is there intact.
+    """Trace `task.launch` and compile it, unless its artifact is in the staging folder.
 
     Raises CacheFullError, ArtifactError, ToolkitError, DeviceLibraryError, and what building
     and compiling raise. LLVM may abort the process.
     """
     began = cpu_seconds()
-    with pinned(Target.of(task.gfx)):
-        launcher = _fresh(task.launch.build)
-        record = _intact(task, launcher)
-        reused = record is not None
-        if record is None:
-            record = _compile(task, launcher)
-    return Compiled(record, reused, cpu_seconds() - began)
+    staging = task.cache / STAGING
+    overlay = {
+        env.FLYDSL_RUNTIME_CACHE_DIR.name: str(staging),
+        env.ROCM_PATH.name: str(task.rocm),
+        # LLVM's temporary files go where a later build removes them, if this one is killed.
+        "TMPDIR": str(staging / TEMPORARY),
+        **dict.fromkeys(_WRITES_NOTHING),
+    }
+    try:
+        with pinned(Target.of(task.gfx)), env.overlay(overlay):
+            launcher = _fresh(task.launch.build)
+            compile_artifact(launcher)
+        file, found = _outcome(launcher)
+        data = _staged(staging / file)
+        require_artifact(data, launcher.func.__name__, task.gfx)
+        record = install(task.cache, file, data)
+    except Exception as error:
+        if free_bytes(task.cache) < _NEARLY_FULL:
+            raise CacheFullError(
+                f"{task.cache}: the cache folder is full; make room, or name another with "
+                "--cache-dir; the next run goes on where this one stopped"
+            ) from error
+        raise
+    return Compiled(record, found, cpu_seconds() - began)
 
 
 def trace_launch(task: TraceTask) -> Traced:
@@ -123,48 +139,25 @@ def _fresh(ref: BuildRef) -> JitFunction:
     """A launcher that has compiled nothing yet.
 
     One that `rebuild` retains also retains its artifacts in memory, and would not write them
-    into a second cache.
+    into another cache folder.
     """
     builder = getattr(importlib.import_module(ref.module), ref.qualname)
     build = getattr(builder, "__wrapped__", None)
     return rebuild(ref) if build is None else build(ref.key)
 
 
-def _intact(task: CompileTask, launcher: JitFunction) -> FileRecord | None:
-    if not task.known:
-        return None
-    file = _file(artifact_of(launcher))
-    record = next((record for record in task.known if record.file == file), None)
-    return record if record is not None and record.damage(task.cache) is None else None
+def _outcome(launcher: JitFunction) -> tuple[str, bool]:
+    """(file in FlyDSL's cache, whether it was there before) of a fresh launcher's one call."""
+    manager = launcher.cache_manager
+    if manager is None or len(manager.memory_cache) != 1:
+        raise ArtifactError("FlyDSL did not use its disk cache")
+    (key,) = manager.memory_cache
+    return f"{launcher.func.__name__}/{key}.pkl", manager.cache_info().hits > 0
 
 
-def _compile(task: CompileTask, launcher: JitFunction) -> FileRecord:
-    with staging_folder(task.cache) as staging:
-        # LLVM's temporary files go where a later build will remove them, if this one is killed.
-        overlay = {
-            env.FLYDSL_RUNTIME_CACHE_DIR.name: str(staging),
-            env.ROCM_PATH.name: str(task.rocm),
-            "TMPDIR": str(staging),
-            **dict.fromkeys(_WRITES_NOTHING),
-        }
-        try:
-            with env.overlay(overlay):
-                compile_artifact(launcher)
-            staged = _only_file(staging)
-            require_artifact(staged.read_bytes(), staged.parent.name, task.gfx)
-            return install(task.cache, staged)
-        except Exception as error:
-            if free_bytes(task.cache) < _NEARLY_FULL:
-                raise CacheFullError(
-                    f"{task.cache}: the cache folder is full; make room, or name another with "
-                    "--cache-dir; the next run goes on where this one stopped"
-                ) from error
-            raise
-
-
-def _only_file(staging: Path) -> Path:
-    # FlyDSL only logs that it could not write.
-    files = list(staging.glob("*/*.pkl"))
-    if len(files) != 1:
-        raise ArtifactError(f"compiling one launch wrote {len(files)} artifacts")
-    return files[0]
+def _staged(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        # FlyDSL only logs that it could not write.
+        raise ArtifactError("FlyDSL compiled the launch but did not write it") from None

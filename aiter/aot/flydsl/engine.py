@@ -1,8 +1,9 @@
 """Distinct launches into a cache and its manifest: the part that knows nothing of MoE.
 
 Launches of all architectures share one pool, the longest first, so that no worker is left with
-a long one at the end. What the manifest, or the journal of a build that was killed, says is
-there and intact is not compiled again.
+a long one at the end. Nothing is compiled twice: what the manifest, or the journal of a build
+that was killed, says is there and intact is found again, and of two launches with different
+build keys but the same code the second finds the first one's artifact. Either costs a trace.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from aiter.jit.utils.toolkit import Toolkit
 
 from . import manifest
-from .artifacts import build_lock
+from .artifacts import build_lock, seed
 from .common import LaunchRequest, UsageError
 from .compiling import Compiled, CompileTask, compile_launch, cpu_seconds
 from .manifest import Artifact, Journal, Manifest, launch_id
@@ -54,10 +55,15 @@ class KernelFailure:
 
 @dataclass
 class BuildResult:
-    """What a build did. compile_cpu_s: the sum over artifacts built; cpu_s: of the whole phase."""
+    """What a build did.
+
+    reused: artifacts of earlier builds; shared: launches with the code of another launch, which
+    has the artifact. compile_cpu_s: sum over artifacts built; cpu_s: of the whole phase.
+    """
 
     built: int = 0
     reused: int = 0
+    shared: int = 0
     failures: list[KernelFailure] = field(default_factory=list)
     retried: int = 0
     compile_cpu_s: float = 0.0
@@ -97,31 +103,48 @@ def _build(
     result: BuildResult,
 ) -> None:
     before = _recorded(options.cache, log)
+    intact = seed(options.cache, (artifact.record for artifact in before.artifacts.values()))
     names = {gfx: manifest.context_id(context) for gfx, context in contexts.items()}
     by_name = {names[gfx]: context for gfx, context in contexts.items()}
     made: dict[str, Artifact] = {}
     tasks = _longest_first(requests, before, options)
     with closing(Journal(options.cache, by_name)) as journal:
         for done in _run(list(tasks), options):
-            request = tasks[done.task]
+            request, compiled = tasks[done.task], done.result
             result.retried += done.attempts - 1
-            if done.failure is not None:
-                if done.failure.error in _ENDS_THE_BUILD:
-                    raise UsageError(done.failure.message)
-                log(f"[FAIL] {request.gfx} {request.launch.build}: {done.failure}")
-                result.failures.append(KernelFailure(request, done.failure))
+            if compiled is None:
+                _fail(request, done.failure, result, log)
                 continue
-            artifact = _artifact(request, done.result, names[request.gfx], before)
-            if done.result.reused:
+            file = compiled.record.file
+            artifact = _artifact(request, compiled, names[request.gfx])
+            if not compiled.found:
+                result.built += 1
+                result.compile_cpu_s += compiled.cpu_s
+            elif file in intact and file not in made:
                 result.reused += 1
             else:
-                result.built += 1
-                result.compile_cpu_s += done.result.cpu_s
-                journal.add(artifact)
-            file = artifact.record.file
+                result.shared += 1
+            if file in intact:
+                # What compiled it is not this run.
+                held = before.artifacts[file]
+                artifact = replace(artifact, context=held.context, cpu_s=held.cpu_s)
             made[file] = manifest.joined(made[file], artifact) if file in made else artifact
+            journal.add(made[file])
     new = Manifest(made, {**before.contexts, **by_name})
     manifest.write(options.cache, manifest.merge(before, new, options.tables))
+
+
+def _fail(
+    request: LaunchRequest,
+    failure: Failure | None,
+    result: BuildResult,
+    log: Callable[[str], None],
+) -> None:
+    assert failure is not None
+    if failure.error in _ENDS_THE_BUILD:
+        raise UsageError(failure.message)
+    log(f"[FAIL] {request.gfx} {request.launch.build}: {failure}")
+    result.failures.append(KernelFailure(request, failure))
 
 
 def _recorded(cache: Path, log: Callable[[str], None]) -> Manifest:
@@ -139,17 +162,12 @@ def _longest_first(
 ) -> dict[CompileTask, LaunchRequest]:
     tasks = []
     for request in requests:
-        known = before.of_launch(request.gfx, launch_id(request.launch))
-        task = CompileTask(
-            gfx=request.gfx,
-            launch=request.launch,
-            cache=options.cache,
-            rocm=options.toolkit.root,
-            known=tuple(artifact.record for artifact in known),
-        )
+        launch = request.launch
+        task = CompileTask(request.gfx, launch, options.cache, options.toolkit.root)
         # What one took before orders those that were built; for the rest the tile stands in.
+        known = before.of_launch(request.gfx, launch_id(launch))
         seconds = max((artifact.cpu_s for artifact in known), default=0.0)
-        tasks.append((seconds or _guessed_seconds(request.launch.build.key), task, request))
+        tasks.append((seconds or _guessed_seconds(launch.build.key), task, request))
     tasks.sort(key=lambda item: -item[0])
     return {task: request for _, task, request in tasks}
 
@@ -161,11 +179,9 @@ def _guessed_seconds(key: object) -> float:
     return 0.2 + area / 50_000
 
 
-def _artifact(
-    request: LaunchRequest, compiled: Compiled, context: str, before: Manifest
-) -> Artifact:
+def _artifact(request: LaunchRequest, compiled: Compiled, context: str) -> Artifact:
     build = request.launch.build
-    new = Artifact(
+    return Artifact(
         record=compiled.record,
         gfx=request.gfx,
         function=compiled.record.file.partition("/")[0],
@@ -176,11 +192,6 @@ def _artifact(
         context=context,
         cpu_s=round(compiled.cpu_s, 3),
     )
-    held = before.artifacts.get(compiled.record.file)
-    if compiled.reused and held is not None:
-        # Its context says what compiled it, which is not this run.
-        return replace(new, context=held.context, cpu_s=held.cpu_s)
-    return new
 
 
 def _run(tasks: list[CompileTask], options: BuildOptions) -> Iterator[Done[CompileTask, Compiled]]:

@@ -145,7 +145,10 @@ def merge(old: Manifest, new: Manifest, tables: Iterable[str]) -> Manifest:
 
 
 def joined(held: Artifact, artifact: Artifact) -> Artifact:
-    """`artifact` with the rows and launches of `held` as well, which is the same file."""
+    """`artifact` with the rows and launches of `held` as well, which is the same file.
+
+    It took as long to compile as whichever of the two was compiled.
+    """
     rows = {*held.rows, *artifact.rows}
     launches = {*held.launches, *artifact.launches}
     return dataclasses.replace(artifact, rows=tuple(sorted(rows)), launches=tuple(sorted(launches)))

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter import env
-from aiter.jit.utils.toolkit import Toolkit, ToolkitError, find_toolkit
+from aiter.jit.utils.toolkit import ToolkitError, find_toolkit
 
 from . import report
 from .artifacts import build_lock
-from .common import LaunchRequest, UsageError, prepare_process
+from .common import BuildError, LaunchRequest, UsageError, prepare_process
 from .limits import WorkerLimit, worker_limit
 from .manifest import sources_digest
 from .pool import WorkerPool, share_with_workers
@@ -35,22 +35,39 @@ from .report import Log, Timing
 from .rows import Selection, select_rows
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from .check import CheckResult
-    from .engine import BuildResult
+    from .engine import BuildOptions, BuildResult
     from .replay import ArchReplay
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+def main(argv: Sequence[str] | None = None, executor: Executor | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    executor: where to compile instead of in worker processes of this machine; see
+    `engine.BuildOptions`.
+    """
     options = _parse(argv)
     try:
-        return _run(options)
+        return _run(options, executor)
     except (UsageError, ToolkitError, env.EnvError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _stop(options, 2, str(error))
+    except BuildError as error:
+        return _stop(options, 1, str(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _stop(options, 130, "interrupted; the next run goes on where this one stopped")
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; keep the interpreter from telling of it too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _stop(options: _Options, code: int, message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"exit": code, "error": message}))
+    return code
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,7 @@ def _parse(argv: Sequence[str] | None) -> _Options:
     )
 
 
-def _run(options: _Options) -> int:
+def _run(options: _Options, executor: Executor | None) -> int:
     wall = time.monotonic()
     log = Log(options.json)
     if options.show_config:
@@ -148,8 +165,19 @@ def _run(options: _Options) -> int:
         lines += report.check_lines(options.cache, found)
         document["check"] = report.check_json(found)
     elif requests:
+        from .engine import BuildOptions
+
         assert toolkit is not None
-        made = _build(requests, replays, options, selection, toolkit, limit, log)
+        build_options = BuildOptions(
+            cache=options.cache,
+            toolkit=toolkit,
+            workers=limit.workers,
+            timeout=env.AITER_FLYDSL_AOT_TIMEOUT.get(),
+            retries=env.AITER_FLYDSL_AOT_MAX_RETRIES.get(),
+            tables=tuple(map(str, selection.tables)),
+            executor=executor,
+        )
+        made = _build(requests, replays, build_options, log)
         good = good and not made.failures
         lines += report.build_lines(options.cache, made)
         document["build"] = report.build_json(made)
@@ -203,7 +231,7 @@ def _replay(selection: Selection, options: _Options, limit: WorkerLimit) -> list
         for done in pool.run(tasks):
             if done.failure is not None:
                 print(done.failure.detail, file=sys.stderr, end="")
-                raise UsageError(f"the replay of {done.task.arch.gfx} ended: {done.failure}")
+                raise BuildError(f"the replay of {done.task.arch.gfx} ended: {done.failure}")
             found[done.task.arch.gfx] = done.result
     return [found[arch.gfx] for arch in selection.archs]
 
@@ -229,35 +257,18 @@ def _check(
 
 
 def _build(
-    requests: list[LaunchRequest],
-    replays: list[ArchReplay],
-    options: _Options,
-    selection: Selection,
-    toolkit: Toolkit,
-    limit: WorkerLimit,
-    log: Log,
+    requests: list[LaunchRequest], replays: list[ArchReplay], options: BuildOptions, log: Log
 ) -> BuildResult:
-    from .engine import BuildOptions, build
+    from .engine import build
 
     common = {
         **_context(),
         "aiter": _own_version(),
         "torch": version("torch"),
-        "linker": f"LLD {toolkit.linker.version}",
+        "linker": f"LLD {options.toolkit.linker.version}",
     }
-    return build(
-        requests,
-        {replay.gfx: {**replay.common_parts, **common} for replay in replays},
-        BuildOptions(
-            cache=options.cache,
-            toolkit=toolkit,
-            workers=limit.workers,
-            timeout=env.AITER_FLYDSL_AOT_TIMEOUT.get(),
-            retries=env.AITER_FLYDSL_AOT_MAX_RETRIES.get(),
-            tables=tuple(map(str, selection.tables)),
-        ),
-        log,
-    )
+    contexts = {replay.gfx: {**replay.common_parts, **common} for replay in replays}
+    return build(requests, contexts, options, log)
 
 
 def _own_version() -> str:

@@ -86,6 +86,8 @@ def build_lines(cache: Path, result: BuildResult) -> list[str]:
         f"{cache}: {result.built} artifacts built, {result.reused} reused, "
         f"{len(result.failures)} failed"
     )
+    if result.shared:
+        line += f"; {result.shared} launches have the code of another, though not its build key"
     if result.retried:
         line += f", {result.retried} retries"
     if result.built:
@@ -142,6 +144,7 @@ def build_json(result: BuildResult) -> dict[str, Any]:
     return {
         "built": result.built,
         "reused": result.reused,
+        "shared": result.shared,
         "retried": result.retried,
         "compile_cpu_s": result.compile_cpu_s,
         "cpu_s": result.cpu_s,

@@ -104,12 +104,24 @@ def _split(table: FmoeTable) -> tuple[list[ScopedRow], dict[str, Counter[str]]]:
     for row in table.rows:
         backends = (_backend(row, row.kernel1, 1), _backend(row, row.kernel2, 2))
         if FLYDSL in backends:
+            _require_known_gfx(row)
             in_scope.append(ScopedRow(row, backends))
         else:
             named = "+".join(dict.fromkeys(name for name in backends if name != "none"))
             counts = out_of_scope.setdefault(row.key.gfx, Counter())
             counts[named or "no kernel named"] += 1
     return in_scope, out_of_scope
+
+
+def _require_known_gfx(row: TunedRow) -> None:
+    if row.key.gfx not in GFX_CU_NUM_MAP:
+        raise TableError(
+            row.source.path,
+            f"{row.key.gfx!r} is not a known architecture",
+            f"give one of {', '.join(sorted(GFX_CU_NUM_MAP))}",
+            line=row.source.line,
+            column="gfx",
+        )
 
 
 def _backend(row: TunedRow, name: str, stage: int) -> str:
