@@ -20,12 +20,14 @@ from aiter.jit.core import AITER_CONFIGS, load_fmoe
 from aiter.jit.utils.chip_info import get_target
 from aiter.jit.utils.torch_guard import torch_compile_guard
 from aiter.ops.enum import ActivationType, GateMode, QuantType
-from aiter.ops.flydsl.moe.execute import MoeTensors, execute
+from aiter.ops.flydsl.moe.execute import MoeTensors, Scalars, execute
 from aiter.ops.flydsl.moe.request import CallerVariant, request_of
 from aiter.ops.flydsl.moe.selection import Selector
 from aiter.ops.flydsl.moe.tiers import get_padded_M
 
 __all__ = ["fused_moe", "get_padded_M"]
+
+SWIGLU_LIMIT = 7.0
 
 
 def fused_moe(
@@ -75,7 +77,10 @@ def fused_moe(
         block_size_M: rows of a sort block, instead of the tuned one.
         num_local_tokens: [1] i32 on the device: only the first that many rows are real.
         dtype: of the result, default that of hidden_states.
-        swiglu_limit: clamp of the activation's operands; None or 0 for none.
+        bias1: [E, 2 I] f32, gate and up in two halves; bias2: [E, D] f32.
+        hidden_pad, intermediate_pad: columns at the end of D and I that are zero padding.
+        swiglu_limit: clamp of the activation's operands; None or 0 for none, for SwiGLU 7.
+        beta, linear_beta: of SiTUv2; None is 1.
         gate_mode: layout of w1's rows: "separated" halves, "interleave" by 16 rows.
         quant_dtype_a: type to quantise activations to, instead of the weights' usual partner.
         moe_sorting_dispatch_policy, splitk: accepted for callers of old; they change nothing.
@@ -259,10 +264,14 @@ def _fused_moe_impl(
         quant_type=quant_type,
         doweight_stage1=doweight_stage1,
         dtype=dtype,
-        caller=CallerVariant(GateMode(gate_mode), bias, num_local_tokens is not None),
+        caller=CallerVariant(
+            gate_mode=GateMode(gate_mode),
+            bias=bias,
+            local_tokens=num_local_tokens is not None,
+            expert_parallel=expert_mask is not None,
+        ),
         block_m=block_size_M,
         a_dtype=_q_dtype_a,
-        expert_parallel=expert_mask is not None,
         hidden_pad=hidden_pad,
         intermediate_pad=intermediate_pad,
         given_scales=a1_scale is not None or a2_scale is not None,
@@ -277,8 +286,17 @@ def _fused_moe_impl(
         topk_ids=topk_ids,
         topk_weights=topk_weight,
         num_local_tokens=num_local_tokens,
+        expert_mask=expert_mask,
+        bias1=bias1,
+        bias2=bias2,
     )
-    return execute(plan, request, tensors, swiglu_limit or math.inf)
+    default_limit = SWIGLU_LIMIT if activation == ActivationType.Swiglu else math.inf
+    scalars = Scalars(
+        limit=swiglu_limit or default_limit,
+        beta=1.0 if beta is None else beta,
+        linear_beta=1.0 if linear_beta is None else linear_beta,
+    )
+    return execute(plan, request, tensors, scalars)
 
 
 @functools.lru_cache(maxsize=8)

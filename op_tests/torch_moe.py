@@ -19,7 +19,7 @@ _MAX = {"fp4": 6.0, "fp8": 448.0}
 
 @dataclass(frozen=True)
 class MxTensor:
-    """Quantised rows: element codes [..., K] or, for fp4, [..., K / 2] bytes; e8m0 [..., K / 32]."""
+    """Quantised rows: codes [..., K], fp4 [..., K / 2] bytes; e8m0 scales [..., K / 32]."""
 
     fmt: str
     data: torch.Tensor
@@ -78,11 +78,29 @@ def mx_quantise(x: torch.Tensor, fmt: str) -> MxTensor:
     return MxTensor(fmt, codes, byte)
 
 
-def silu_gate(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    """silu(gate) * up, both clamped first where a limit is given."""
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(gate) * up
+@dataclass(frozen=True)
+class Activation:
+    """A gated activation: `kind` with its clamp and betas, as `aiter.fused_moe` documents them."""
+
+    kind: str = "silu"
+    limit: float | None = None
+    beta: float = 1.0
+    linear_beta: float = 1.0
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.kind == "gelu":
+            return torch.nn.functional.gelu(gate) * up
+        if self.kind == "situv2":
+            bounded = self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate)
+            return bounded * self.linear_beta * torch.tanh(up / self.linear_beta)
+        limit = self.limit
+        if self.kind == "swiglu":
+            limit = limit or 7.0
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if self.kind == "swiglu":
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        return gate * torch.sigmoid(gate) * up
 
 
 def moe_reference(
@@ -92,26 +110,39 @@ def moe_reference(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     requant: str | None,
-    limit: float | None = None,
+    activation: Activation | None = None,
+    bias1: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+    weight_in_stage1: bool = False,
     bf16_between: bool = False,
 ) -> torch.Tensor:
     """Fused MoE on f32 operands: a [M, D], w1 [E, 2 I, D], w2 [E, D, I], ids and weights [M, k].
 
     Stage 1's result is quantised to `requant` in between, with `bf16_between` after rounding
-    to bf16. Returns [M, D] f32.
+    to bf16. Ids outside 0..E-1 are served nowhere. Returns [M, D] f32.
     """
+    activation = activation or Activation()
     inter = w2.shape[2]
     out = torch.zeros(a.shape[0], w2.shape[1])
-    for expert in topk_ids.unique().tolist():
+    for expert in range(w1.shape[0]):
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        if tokens.numel() == 0:
+            continue
+        weights = topk_weights[tokens, slots, None]
         both = a[tokens] @ w1[expert].T
-        hidden = silu_gate(both[:, :inter], both[:, inter:], limit)
+        if bias1 is not None:
+            both = both + bias1[expert]
+        hidden = activation(both[:, :inter], both[:, inter:])
+        if weight_in_stage1:
+            hidden = hidden * weights
         if bf16_between:
             hidden = hidden.to(torch.bfloat16).float()
         if requant is not None:
             hidden = mx_quantise(hidden, requant).dequantised()
-        rows = (hidden @ w2[expert].T) * topk_weights[tokens, slots, None]
-        out.index_add_(0, tokens, rows)
+        rows = hidden @ w2[expert].T
+        if bias2 is not None:
+            rows = rows + bias2[expert]
+        out.index_add_(0, tokens, rows if weight_in_stage1 else rows * weights)
     return out
 
 

@@ -20,10 +20,11 @@ from aiter.ops.flydsl.moe.tiers import TIERS
 
 FOLDER = Path(__file__).resolve().parent / "model_configs"
 COLUMNS = (
-    "gfx,cu_num,token,model_dim,inter_dim,expert,topk,act_type,dtype,q_dtype_a,q_dtype_w,q_type,"
-    "use_g1u1,doweight_stage1,block_m,ksplit,us1,kernelName1,err1,us2,kernelName2,err2,us,"
-    "run_1stage,tflops,bw,_tag"
-).split(",")
+    *("gfx", "cu_num", "token", "model_dim", "inter_dim", "expert", "topk", "act_type", "dtype"),
+    *("q_dtype_a", "q_dtype_w", "q_type", "use_g1u1", "doweight_stage1", "block_m", "ksplit"),
+    *("us1", "kernelName1", "err1", "us2", "kernelName2", "err2", "us", "run_1stage"),
+    *("tflops", "bw", "_tag"),
+)
 TOKENS = (*(1 << i for i in range(15)), *TIERS)
 
 

@@ -74,16 +74,16 @@ class MoeCase:
             a_format=a_format,
         )
 
-    def reference(self, limit: float | None = None, bf16_between: bool = False) -> torch.Tensor:
+    def reference(self, ids: torch.Tensor | None = None, **options: object) -> torch.Tensor:
+        """What `moe_reference` makes of the case; `ids` are the local ones under a mask."""
         return moe_reference(
             mx_quantise(self.x.float(), self.a_format).dequantised(),
             self.w1.dequantised(),
             self.w2.dequantised(),
-            self.ids,
+            self.ids if ids is None else ids,
             self.weights,
             self.a_format,
-            limit,
-            bf16_between,
+            **options,
         )
 
     def run(self, gate_mode: str = "interleave", **options: object) -> torch.Tensor:
@@ -93,8 +93,8 @@ class MoeCase:
         layout = {"is_guinterleave": interleave, "gate_up": interleave}
         return fused_moe(
             self.x,
-            shuffle_weight(self.w1.data, **layout),
-            shuffle_weight(self.w2.data),
+            shuffle_weight(_typed(self.w1), **layout),
+            shuffle_weight(_typed(self.w2)),
             self.weights,
             self.ids,
             quant_type=QuantType.per_1x32,
@@ -106,3 +106,8 @@ class MoeCase:
             quant_dtype_a=torch.float8_e4m3fn if self.a_format == "fp8" else torch.uint8,
             **options,
         )
+
+
+def _typed(weight: MxTensor) -> torch.Tensor:
+    """fp8 bytes as fp8; fp4 pairs stay bytes."""
+    return weight.data.view(torch.float8_e4m3fn) if weight.fmt == "fp8" else weight.data

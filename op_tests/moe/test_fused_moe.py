@@ -14,7 +14,7 @@ from aiter.ops.flydsl.moe.request import CallerVariant, MoeRequest, Policy
 from aiter.ops.flydsl.moe.selection import Selector
 from aiter.ops.shuffle import shuffle_weight
 from op_tests.moe.cases import GFX950, MoeCase
-from op_tests.torch_moe import relative_l2
+from op_tests.torch_moe import Activation, relative_l2
 
 fused_moe_module = importlib.import_module("aiter.fused_moe")
 
@@ -55,7 +55,7 @@ def test_a_limit_clamps_gate_and_up(emulate):
     emulate(GFX950)
     with pinned(GFX950):
         out = case.run(swiglu_limit=0.25)
-    want = case.reference(limit=0.25)
+    want = case.reference(activation=Activation(limit=0.25))
     assert relative_l2(out, want) < TOLERANCE
     assert relative_l2(case.reference(), want) > 10 * TOLERANCE
 
@@ -154,7 +154,7 @@ def test_the_row_of_a_table_is_what_runs(monkeypatch):
 
 def test_no_tokens_give_no_rows():
     case = MoeCase.random(1, 256, 128, 3, 2)
-    with pinned(GFX950):
+    with pinned(GFX950), nothing_launched():
         out = MoeCase(case.x[:0], case.w1, case.w2, case.ids[:0], case.weights[:0], "fp8").run()
     assert out.shape == (0, 256)
 
@@ -162,26 +162,44 @@ def test_no_tokens_give_no_rows():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"activation": ActivationType.Gelu}, "Gelu"),
-        ({"bias1": torch.zeros(3, 256)}, "bias"),
-        ({"expert_mask": torch.ones(3, dtype=torch.int32)}, "mask"),
-        ({"hidden_pad": 32}, "padding"),
-        ({"doweight_stage1": True}, "stage 1"),
+        ({"bias2": torch.zeros(3, 256)}, "bias on stage 2 alone"),
+        ({"activation": ActivationType.No}, "No"),
+        ({"hidden_pad": 256}, "padding"),
         ({"a1_scale": torch.ones(1)}, "quantised by the caller"),
         ({"shared_w1": torch.ones(1)}, "shared_w1"),
         ({"dtype": torch.float16}, "float16"),
+        ({"block_size_M": 48}, "blocks of 48"),
     ],
 )
 def test_what_no_kernel_serves_is_refused_with_the_reason(options, reason):
     case = MoeCase.random(2, 256, 128, 3, 2)
-    with pinned(GFX950), pytest.raises(NotImplementedError, match=reason):
+    with pinned(GFX950), nothing_launched(), pytest.raises(NotImplementedError, match=reason):
         case.run(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bias1": torch.zeros(3, 128)}, "bias1"),
+        ({"bias1": torch.zeros(3, 256, dtype=torch.float16)}, "bias1"),
+        ({"expert_mask": torch.ones(3)}, "expert_mask"),
+        ({"gate_mode": "sideways"}, "sideways"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_any_launch(options, reason):
+    case = MoeCase.random(2, 256, 128, 3, 2)
+    with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match=reason):
+        case.run(**options)
+
+
+def nothing_launched():
+    return intercepted(lambda exe, args: pytest.fail(f"{launch_of(exe)} was launched"))
 
 
 def test_scales_that_were_not_shuffled_are_refused():
     case = MoeCase.random(2, 512, 128, 3, 2)
     w1 = shuffle_weight(case.w1.data, is_guinterleave=True, gate_up=True)
-    with pinned(GFX950), pytest.raises(ValueError, match="shuffle_scale"):
+    with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match="shuffle_scale"):
         fused_moe_module.fused_moe(
             case.x,
             w1,

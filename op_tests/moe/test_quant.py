@@ -42,7 +42,7 @@ def test_a_token_is_quantised_once_and_scaled_at_each_of_its_rows(emulate, fmt, 
     q = torch.zeros_like(want.data)
     scale = torch.full((scale_words(capacity, columns),), 0x01010101, dtype=torch.int32)
     emulate("gfx950")
-    key = QuantKey(columns, fmt, topk)
+    key = QuantKey(columns, fmt, topk, columns)
     _run_compiled(build_quant_rows(key), q, scale, x, rows, tokens, None)
 
     assert torch.equal(q, want.data)
@@ -62,7 +62,7 @@ def test_only_the_rows_in_use_are_quantised(emulate, fmt):
     scale = torch.zeros(scale_words(64, 384), dtype=torch.int32)
     used = torch.tensor([32, 0], dtype=torch.int32)
     emulate("gfx950")
-    _run_compiled(build_quant_rows(QuantKey(384, fmt, None)), q, scale, x, used, 64, None)
+    _run_compiled(build_quant_rows(QuantKey(384, fmt, None, 384)), q, scale, x, used, 64, None)
     assert torch.equal(q[:32], want.data[:32])
     assert (q[32:] == 0).all()
     for row in (0, 1, 31):
@@ -80,7 +80,7 @@ def test_a_block_that_is_not_finite_gets_the_nan_scale(emulate, value):
     emulate("gfx950")
     q = torch.zeros(1, 256, dtype=torch.uint8)
     rows = torch.zeros(1, dtype=torch.int32)
-    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1)), q, scale, x, rows, 1, None)
+    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1, 256)), q, scale, x, rows, 1, None)
     row = scale.view(torch.uint8)[places_of(0, 32, 256)]
     assert sorted(row.tolist()).count(255) == 1
     assert set(row.tolist()) == {255, mx_quantise(torch.ones(1, 32), "fp8").scale.item()}
@@ -91,7 +91,31 @@ def test_reduce_adds_the_slots_of_a_token_in_f32(emulate):
     x = torch.randn(5 * 3, 2304, generator=g).to(torch.bfloat16)
     y = torch.empty(5, 2304, dtype=torch.bfloat16)
     emulate("gfx950")
-    _run_compiled(build_reduce(ReduceKey(2304, 3)), y, x, 5, None)
+    _run_compiled(build_reduce(ReduceKey(2304, 3, masked=False)), y, x, None, 5, None)
     want = x.float().view(5, 3, 2304).sum(1)
     assert relative_l2(y.float(), want) < 3e-3
     assert torch.equal(y, want.to(torch.bfloat16))
+
+
+def test_reduce_leaves_out_routes_that_went_nowhere(emulate):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(4 * 2, 512, generator=g).to(torch.bfloat16)
+    rows = torch.tensor([3, -1, -1, 0, -1, -1, 7, 8], dtype=torch.int32)
+    x[rows < 0] = float("nan")
+    y = torch.empty(4, 512, dtype=torch.bfloat16)
+    emulate("gfx950")
+    _run_compiled(build_reduce(ReduceKey(512, 2, masked=True)), y, x, rows, 4, None)
+    want = torch.where(rows[:, None] >= 0, x.float(), 0.0).view(4, 2, 512).sum(1)
+    assert torch.equal(y, want.to(torch.bfloat16))
+
+
+def test_padding_columns_count_as_zero(emulate):
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    x[0, 250:] = float("nan")
+    q = torch.full((1, 256), 9, dtype=torch.uint8)
+    scale = torch.zeros(scale_words(32, 256), dtype=torch.int32)
+    rows = torch.zeros(1, dtype=torch.int32)
+    emulate("gfx950")
+    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1, 250)), q, scale, x, rows, 1, None)
+    assert (q[0, 250:] == 0).all()
+    assert 255 not in scale.view(torch.uint8)[places_of(0, 32, 256)].tolist()

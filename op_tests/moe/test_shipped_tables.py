@@ -32,7 +32,7 @@ def test_every_shipped_row_is_served_by_its_own_kernels():
                     model_dim=key.model_dim,
                     inter_dim=key.inter_dim,
                     experts=key.expert,
-                    topk=key.topk,
+                    topk=key.topk + variant.expert_parallel,
                     dtype=key.dtype,
                     a_dtype=key.q_dtype_a,
                     w_dtype=key.q_dtype_w,

@@ -13,7 +13,7 @@ from op_tests.torch_moe import sort_reference
 pytestmark = pytest.mark.emulated
 
 
-def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None):
+def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None, mask=None):
     tokens, topk = ids.shape
     capacity = sort_capacity(tokens, topk, experts, block_m)
     chunks = sort_chunks(tokens, topk)
@@ -26,7 +26,15 @@ def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None):
     }
     phases = ("all",) if chunks == 1 else ("count", "offsets", "place")
     keys = [
-        SortKey(phase, experts, topk, block_m, local_tokens is not None, zero is not None)
+        SortKey(
+            phase,
+            experts,
+            topk,
+            block_m,
+            local_tokens=local_tokens is not None,
+            masked=mask is not None,
+            zero=zero is not None,
+        )
         for phase in phases
     ]
     counts = torch.empty(chunks * keys[0].threads, dtype=torch.int32)
@@ -38,9 +46,11 @@ def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None):
             *result.values(),
             counts,
             local_tokens,
+            mask,
             zero,
             tokens,
             chunks,
+            mask.numel() if mask is not None else 0,
             zero.numel() * zero.element_size() // 16 if zero is not None else 0,
             None,
         )
@@ -97,6 +107,23 @@ def test_only_local_tokens_are_routed(emulate, real):
     emulate("gfx950")
     local = torch.tensor([real], dtype=torch.int32)
     check(run_sort(ids, weights, 6, 32, local), ids, weights, 6, 32, real)
+
+
+@pytest.mark.parametrize("global_experts", [12, 700])
+def test_masked_experts_take_no_rows_and_the_others_are_renumbered(emulate, global_experts):
+    g = torch.Generator().manual_seed(6)
+    mask = (torch.rand(global_experts, generator=g) < 0.4).to(torch.int32)
+    ids = routing(40, 3, global_experts, "even", g)
+    ids[:, 2] = global_experts  # the slot that no rank serves
+    ids[3, 1] = -1
+    weights = torch.rand(40, 3, generator=g)
+    numbers = torch.where(mask == 1, mask.cumsum(0) - 1, -1).to(torch.int32)
+    known = (ids >= 0) & (ids < global_experts)
+    local = torch.where(known, numbers[ids.clamp(0, global_experts - 1).long()], -1)
+    experts = int(mask.sum())
+    emulate("gfx950", order="random", seed=1)
+    result = run_sort(ids, weights, experts, 32, mask=mask)
+    check(result, local.to(torch.int32), weights, experts, 32, 40)
 
 
 def test_the_first_launch_clears_the_output_and_nothing_beyond(emulate):

@@ -50,7 +50,6 @@ class Call:
             caller=self.variant,
             block_m=None,
             a_dtype=given["_q_dtype_a"],
-            expert_parallel=False,
             hidden_pad=0,
             intermediate_pad=0,
             given_scales=False,
@@ -69,12 +68,14 @@ class CallerTensors:
         act_type = key.act_type
         w1, w2 = self._weights(key)
         w1_scale, w2_scale = self._scales(key)
+        # Callers behind an EP dispatch append a slot that no rank serves.
+        slots = key.topk + variant.expert_parallel
         arguments: dict[str, Any] = {
             "hidden_states": self._tensor(tokens, key.model_dim, dtype=dtypes.parse(key.dtype)),
             "w1": w1,
             "w2": w2,
-            "topk_weight": self._tensor(tokens, key.topk, dtype=dtypes.fp32),
-            "topk_ids": self._tensor(tokens, key.topk, dtype=dtypes.i32),
+            "topk_weight": self._tensor(tokens, slots, dtype=dtypes.fp32),
+            "topk_ids": self._tensor(tokens, slots, dtype=dtypes.i32),
             "activation": act_type,
             "quant_type": key.q_type,
             "doweight_stage1": key.doweight_stage1,
@@ -88,6 +89,9 @@ class CallerTensors:
             arguments["bias1"] = self._tensor(key.expert, _w1_rows(key), dtype=dtypes.fp32)
         if variant.bias == "both":
             arguments["bias2"] = self._tensor(key.expert, key.model_dim, dtype=dtypes.fp32)
+        if variant.expert_parallel:
+            # How many experts all ranks have together reaches no code.
+            arguments["expert_mask"] = self._tensor(2 * key.expert, dtype=dtypes.i32)
         if variant.local_tokens:
             arguments["num_local_tokens"] = self._tensor(1, dtype=dtypes.i32)
         return Call(row, variant, arguments)

@@ -3,6 +3,7 @@
     y[t, :] = sum over s of x[t * topk + s, :]
 
     x (tokens * topk, model_dim) bf16, y (tokens, model_dim) bf16, summed in f32, slots in order
+    route_rows (tokens * topk) i32: with `masked`, a route with -1 has no row in x
 
 A workgroup takes a run of one token's columns, eight a lane.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from .device import CHUNK, LANES, div, global_buffer, mod
+from .device import CHUNK, LANES, div, global_buffer, load_word, mod
 from .tensor_shim import kernel_builder
 
 COLUMNS = 8  # a lane's
@@ -26,6 +27,7 @@ class ReduceKey:
 
     model_dim: int
     topk: int
+    masked: bool
 
     def __post_init__(self) -> None:
         if self.model_dim % COLUMNS:
@@ -43,11 +45,11 @@ class ReduceKey:
 
 @kernel_builder
 def build_reduce(key: ReduceKey) -> flyc.JitFunction:
-    """Launcher (y, x, tokens, stream)."""
+    """Launcher (y, x, route_rows, tokens, stream)."""
     row_bytes = 2 * key.model_dim
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
-    def moe_reduce(y: fx.Int64, x: fx.Int64):
+    def moe_reduce(y: fx.Int64, x: fx.Int64, route_rows: fx.Int64):
         token = div(fx.Int32(fx.block_idx.x), key.groups)
         run = mod(fx.Int32(fx.block_idx.x), key.groups)
         offset = (run * key.threads + fx.Int32(fx.thread_idx.x)) * CHUNK
@@ -55,7 +57,12 @@ def build_reduce(key: ReduceKey) -> flyc.JitFunction:
         rows = []
         for slot in fx.range_constexpr(key.topk):
             base = x + (fx.Int64(token) * key.topk + slot) * row_bytes
-            source = global_buffer(fx.Uint8, base, row_bytes, CHUNK)
+            held = fx.Int64(row_bytes)
+            if fx.const_expr(key.masked):
+                # A buffer of no bytes reads as zeros.
+                routed = load_word(route_rows, token * key.topk + slot) >= 0
+                held = routed.select(held, fx.Int64(0))
+            source = global_buffer(fx.Uint8, base, held, CHUNK)
             raw = fx.make_rmem_tensor(CHUNK, fx.Uint8)
             fx.copy(load, fx.make_view(source + offset, fx.make_layout(CHUNK, 1)), raw)
             rows.append(raw)
@@ -68,8 +75,10 @@ def build_reduce(key: ReduceKey) -> flyc.JitFunction:
         fx.copy(load, out, fx.make_view(target + offset, fx.make_layout(CHUNK, 1)))
 
     @flyc.jit
-    def launch_moe_reduce(y: fx.Int64, x: fx.Int64, tokens: fx.Int32, stream: fx.Stream):
-        moe_reduce(y, x).launch(
+    def launch_moe_reduce(
+        y: fx.Int64, x: fx.Int64, route_rows: fx.Int64, tokens: fx.Int32, stream: fx.Stream
+    ):
+        moe_reduce(y, x, route_rows).launch(
             grid=(tokens * key.groups, 1, 1), block=(key.threads, 1, 1), stream=stream
         )
 

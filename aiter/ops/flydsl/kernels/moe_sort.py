@@ -5,7 +5,7 @@
     sorted_weights  (capacity) f32   the route's weight; padding 0
     expert_ids      (capacity / block_m) i32
     num_valid       (2) i32          rows in use, padding included; tokens
-    route_rows      (tokens * topk) i32   where each route went, -1 for tokens that are not real
+    route_rows      (tokens * topk) i32   where each route went, -1 for those that went nowhere
     capacity = tokens * topk + experts * block_m - topk, rounded up to block_m
 
 An expert is one thread: it walks over the routes of a chunk, held in LDS, and takes those that
@@ -13,6 +13,9 @@ name it, so the order inside an expert is that of the routes without any sorting
 routes are one chunk and one launch, "all". More of them take three launches over `chunks`
 chunks: "count" leaves each chunk's count of each expert in `counts`, "offsets" turns counts
 into first rows and writes padding and block owners, "place" writes the routes.
+
+Tokens from `num_local_tokens` on are not real, and with an `expert_mask` over the experts of all
+ranks only those with 1 are here, numbered in order: other routes go nowhere.
 
 The first launch also zeroes `zero_chunks` times 16 bytes at `zero`, which stage 2 accumulates
 into, in workgroups of their own.
@@ -30,6 +33,7 @@ from .moe_routes import SLOT_SHIFT
 from .tensor_shim import kernel_builder
 
 MAX_EXPERTS = 1024
+MAX_GLOBAL_EXPERTS = 4096
 CHUNK_ROUTES = 4096
 ZERO_GROUPS = 512
 PHASES = ("all", "count", "offsets", "place")
@@ -44,6 +48,7 @@ class SortKey:
     topk: int
     block_m: int
     local_tokens: bool  # the number of real tokens is read from the device
+    masked: bool  # expert ids are global and masked
     zero: bool
 
     def __post_init__(self) -> None:
@@ -63,7 +68,8 @@ class SortKey:
 @kernel_builder
 def build_sort(key: SortKey) -> flyc.JitFunction:
     """Launcher (topk_ids, topk_weights, sorted_ids, sorted_weights, expert_ids, num_valid,
-    route_rows, counts, num_local_tokens, zero, tokens, chunks, zero_chunks, stream)."""
+    route_rows, counts, num_local_tokens, expert_mask, zero, tokens, chunks, global_experts,
+    zero_chunks, stream)."""
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
     def moe_sort(
@@ -76,9 +82,11 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         route_rows: fx.Int64,
         counts: fx.Int64,
         num_local_tokens: fx.Int64,
+        expert_mask: fx.Int64,
         zero: fx.Int64,
         tokens: fx.Int32,
         chunks: fx.Int32,
+        global_experts: fx.Int32,
         zero_chunks: fx.Int32,
     ):
         thread = fx.Int32(fx.thread_idx.x)
@@ -86,6 +94,9 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         shared = fx.SharedAllocator()
         storage = shared.allocate(fx.Array[fx.Int32, CHUNK_ROUTES, 16]).peek().ptr
         sums = shared.allocate(fx.Array[fx.Int32, key.threads, 16]).peek().ptr
+        local = sums
+        if fx.const_expr(key.masked):
+            local = shared.allocate(fx.Array[fx.Int32, MAX_GLOBAL_EXPERTS, 16]).peek().ptr
         if group >= chunks:
             if fx.const_expr(key.zeroes):
                 _zero(key, zero, zero_chunks, group - chunks, thread)
@@ -100,7 +111,19 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
             quads = div(routes + 3, 4)
             counted = global_pointer(fx.Int32, counts) + (group * key.threads + thread)
             if fx.const_expr(key.phase != "offsets"):
-                _load_routes(key, storage, topk_ids, first_route, routes, quads * 4, thread)
+                if fx.const_expr(key.masked):
+                    _local_ids(key, local, sums, expert_mask, global_experts, thread)
+                _load_routes(
+                    key,
+                    storage,
+                    local,
+                    topk_ids,
+                    first_route,
+                    routes,
+                    quads * 4,
+                    global_experts,
+                    thread,
+                )
                 fx.gpu.barrier()
             row = fx.Int32(0)
             if fx.const_expr(key.phase == "count"):
@@ -160,9 +183,11 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         route_rows: fx.Int64,
         counts: fx.Int64,
         num_local_tokens: fx.Int64,
+        expert_mask: fx.Int64,
         zero: fx.Int64,
         tokens: fx.Int32,
         chunks: fx.Int32,
+        global_experts: fx.Int32,
         zero_chunks: fx.Int32,
         stream: fx.Stream,
     ):
@@ -180,9 +205,11 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
             route_rows,
             counts,
             num_local_tokens,
+            expert_mask,
             zero,
             tokens,
             chunks,
+            global_experts,
             zero_chunks,
         ).launch(grid=(groups, 1, 1), block=(key.threads, 1, 1), stream=stream)
 
@@ -203,19 +230,50 @@ def _zero(
 def _load_routes(
     key: SortKey,
     storage: fx.Pointer,
+    local: fx.Pointer,
     topk_ids: fx.Int64,
     first_route: fx.Int32,
     routes: fx.Int32,
     padded: fx.Int32,
+    global_experts: fx.Int32,
     thread: fx.Int32,
 ) -> None:
-    """Expert of each of the chunk's routes into LDS, -1 from `routes` up to `padded`."""
+    """Expert of each of the chunk's routes into LDS, -1 for none and up to `padded`."""
     ids = global_pointer(fx.Int32, topk_ids)
     for i in range(thread, padded, fx.Int32(key.threads)):
         expert = fx.Int32(-1)
         if i < routes:
             expert = ids[first_route + i]
+            if fx.const_expr(key.masked):
+                # Callers mark a slot that is no expert's with an id beyond the last.
+                known = expert
+                expert = fx.Int32(-1)
+                if fx.Uint32(known) < fx.Uint32(global_experts):
+                    expert = local[known]
         storage[i] = expert
+
+
+@traced
+def _local_ids(
+    key: SortKey,
+    local: fx.Pointer,
+    sums: fx.Pointer,
+    expert_mask: fx.Int64,
+    global_experts: fx.Int32,
+    thread: fx.Int32,
+) -> None:
+    """Number of each expert among those of the mask into LDS, -1 for the others."""
+    mask = global_pointer(fx.Int32, expert_mask)
+    before = fx.Int32(0)
+    for first in range(fx.Int32(0), global_experts, fx.Int32(key.threads)):
+        here = fx.Int32(0)
+        if first + thread < global_experts:
+            here = (mask[first + thread] != 0).select(fx.Int32(1), fx.Int32(0))
+        total = before + _inclusive_sum(key, sums, here, thread)
+        if first + thread < global_experts:
+            local[first + thread] = (here != 0).select(total - 1, fx.Int32(-1))
+        before = before + sums[fx.Int32(key.threads - 1)]
+        fx.gpu.barrier()
 
 
 def _quads(storage: fx.Pointer) -> fx.Tensor:
@@ -345,10 +403,14 @@ def _place(
     ids = global_pointer(fx.Int32, sorted_ids)
     weights = global_pointer(fx.Float32, sorted_weights)
     rows = global_pointer(fx.Int32, route_rows)
-    if fx.const_expr(key.local_tokens):
+    if fx.const_expr(key.local_tokens or key.masked):
         given_routes = fx.min(tokens * key.topk - first_route, fx.Int32(CHUNK_ROUTES))
-        for i in range(routes + expert, given_routes, fx.Int32(key.threads)):
-            rows[first_route + i] = fx.Int32(-1)
+        for i in range(expert, given_routes, fx.Int32(key.threads)):
+            nowhere = i >= routes
+            if i < routes:
+                nowhere = storage[i] < 0
+            if nowhere:
+                rows[first_route + i] = fx.Int32(-1)
     for i in range(fx.Int32(0), quads):
         four = held[None, i].load()
         for j in fx.range_constexpr(4):

@@ -1,6 +1,6 @@
 """MoE stage 2: one expert's down projection over a block of sorted rows (gfx950, MX formats).
 
-    y[r, :] = weight[r] * (a2[r, :] @ W2[expert(r)]^T)
+    y[r, :] = weight[r] * (a2[r, :] @ W2[expert(r)]^T + bias[expert(r), :])
 
 for sorted rows r, added into out[token(r), :] (`atomic`) or stored at out[token(r) * topk +
 slot(r), :] (`reduce`, summed later by `moe_reduce`).
@@ -13,6 +13,7 @@ slot(r), :] (`reduce`, summed later by `moe_reduce`).
     sorted_weights (sorted rows) f32
     expert_ids    (sorted rows / sort_block_m) i32
     num_valid     (2) i32: padded number of sorted rows, tokens
+    bias          (experts, model_dim) f32
     out           (tokens, model_dim) or (tokens * topk, model_dim) bf16
 
 A work item is tile_m sorted rows by tile.rows columns. Workgroups take items
@@ -57,7 +58,9 @@ class Stage2Key:
     tile: MxTile
     sort_block_m: int
     epilogue: str  # "atomic" | "reduce"
+    bias: bool
     weighted: bool
+    steps: int  # K steps; fewer than inter_dim has where its end is padding
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
     waves_per_eu: int | None
@@ -65,11 +68,6 @@ class Stage2Key:
     @property
     def n_blocks(self) -> int:
         return self.model_dim // self.tile.rows
-
-    @property
-    def steps(self) -> int:
-        """K steps of one wave."""
-        return self.inter_dim // self.tile.tile_k // self.tile.k_waves
 
     @property
     def row_pitch(self) -> int:
@@ -84,7 +82,7 @@ class Stage2Key:
 @kernel_builder
 def build_stage2(key: Stage2Key) -> flyc.JitFunction:
     """Launcher (out, a2, w2, a2_scale, w2_scale, sorted_ids, expert_ids, sorted_weights,
-    num_valid, tokens, groups, stream); `groups` is the grid, of any size from 1 up."""
+    num_valid, bias, tokens, groups, stream); `groups` is the grid, of any size from 1 up."""
     tile = key.tile
 
     @flyc.kernel(known_block_size=[tile.threads, 1, 1])
@@ -98,6 +96,7 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
         expert_ids: fx.Int64,
         sorted_weights: fx.Int64,
         num_valid: fx.Int64,
+        bias: fx.Int64,
         tokens: fx.Int32,
         groups: fx.Int32,
     ):
@@ -115,7 +114,7 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
                 _operands(key, loop, row0, n_block, expert, a2, w2, a2_scale, w2_scale), key.steps
             )
             loop.reduce_k_waves()
-            _tile_to_lds(key, loop, lds, weights)
+            _tile_to_lds(key, loop, lds, weights, _biases(key, loop, n_block, expert, bias))
             fx.gpu.barrier()
             _lds_to_rows(key, lds, wave, lane, row0, n_block, sorted_ids, tokens, out)
             fx.gpu.barrier()
@@ -131,6 +130,7 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
         expert_ids: fx.Int64,
         sorted_weights: fx.Int64,
         num_valid: fx.Int64,
+        bias: fx.Int64,
         tokens: fx.Int32,
         groups: fx.Int32,
         stream: fx.Stream,
@@ -145,6 +145,7 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
             expert_ids,
             sorted_weights,
             num_valid,
+            bias,
             tokens,
             groups,
         ).launch(grid=(groups, 1, 1), block=(tile.threads, 1, 1), stream=stream)
@@ -206,8 +207,31 @@ def _bf16_rows(key: Stage2Key, lds: fx.Pointer, columns: int) -> fx.Tensor:
     return fx.make_view(fx.recast_iter(fx.BFloat16, lds), layout)
 
 
-def _tile_to_lds(key: Stage2Key, loop: MxLoop, lds: fx.Pointer, weights: list[fx.Float32]) -> None:
-    """Weight the accumulators and lay them out as bf16 rows."""
+def _biases(
+    key: Stage2Key, loop: MxLoop, n_block: fx.Int32, expert: fx.Int32, bias: fx.Int64
+) -> list[fx.Vector]:
+    """The bias of the lane's four columns of each weight tile; none without a bias."""
+    if not key.bias:
+        return []
+    tile0 = n_block * (key.tile.rows // 16) + loop.wave_n * key.tile.n_tiles
+    column = tile0 * 16 + div(loop.lane, 16) * 4
+    expert_bias = bias + fx.Int64(expert) * (4 * key.model_dim)
+    return [
+        fx.generic_load(
+            global_pointer(fx.Float32, expert_bias + fx.Int64(column + n * 16) * 4, CHUNK), count=4
+        )
+        for n in range(key.tile.n_tiles)
+    ]
+
+
+def _tile_to_lds(
+    key: Stage2Key,
+    loop: MxLoop,
+    lds: fx.Pointer,
+    weights: list[fx.Float32],
+    biases: list[fx.Vector],
+) -> None:
+    """Bias and weight the accumulators and lay them out as bf16 rows."""
     tile = key.tile
     store = fx.make_copy_atom(fx.UniversalCopy64b(), fx.BFloat16)
     rows = _bf16_rows(key, lds, 4)
@@ -216,6 +240,8 @@ def _tile_to_lds(key: Stage2Key, loop: MxLoop, lds: fx.Pointer, weights: list[fx
         row = m * 16 + mod(loop.lane, 16)
         for n in range(tile.n_tiles):
             values = loop.acc[None, n, m].load()
+            if biases:
+                values = values + biases[n]
             if weights:
                 values = values * weights[m]
             packed = fx.make_rmem_tensor(4, fx.BFloat16)

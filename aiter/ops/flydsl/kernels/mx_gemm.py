@@ -75,7 +75,8 @@ class MxTile:
     n_waves: int
     k_waves: int = 1
     # Where a wave's even and odd 16-row tiles lie: "rows" one after the other; "halves" in two
-    # halves of the weight, gate and up, whose 32-row scale words are then apart too.
+    # halves of the weight, gate and up, whose 32-row scale words are then apart too; "apart" one
+    # after the other, in a weight of two such halves.
     pairing: str = "rows"
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class MxTile:
 
     def w_scale_of(self, n: int) -> tuple[int, int]:
         """(word, half of its 32 rows) of weight tile `n` of a wave."""
-        if self.pairing == "rows":
+        if self.pairing != "halves":
             return n // 2, n % 2
         return n // 4 * 2 + n % 2, n // 2 % 2
 
@@ -251,14 +252,16 @@ class MxLoop(TraceObject):
         return result
 
     @traced
-    def run(self, operands: MxOperands, steps: int) -> None:
+    def run(self, operands: MxOperands, steps: int, first: fx.Int32 | int = 0) -> None:
         """Clear the accumulators and add this wave's `steps` steps of K into them.
+
+        `first` is the workgroup's first step, where workgroups split K.
 
         Two steps an iteration, so that the register stage is known at compile time.
         """
         self.operands = operands
         self.acc.fill(0)
-        first = self.wave_k * steps
+        first = first + self.wave_k * steps
         self._prefetch(first, 0)
         pairs = (steps - 1) // 2
         if fx.const_expr(pairs > 0):

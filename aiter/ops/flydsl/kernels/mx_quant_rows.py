@@ -46,6 +46,7 @@ class QuantKey:
     columns: int
     fmt: str  # "fp8" | "fp4"
     topk: int | None  # "routes" with that many slots a token; None for "rows"
+    valid: int  # columns from here on are padding and count as zero
 
     def __post_init__(self) -> None:
         if self.columns % (ELEMENTS * _QUAD):
@@ -117,20 +118,43 @@ def _quantise(
         fx.copy(load, fx.make_view(source + chunk * CHUNK, fx.make_layout(CHUNK, 1)), raw)
         values = raw.load().bitcast(fx.BFloat16).to(fx.Float32)
         values = [values[i] for i in range(ELEMENTS)]
-        amax = fx.math.absf(values[0])
-        for i in fx.range_constexpr(1, ELEMENTS):
-            amax = fx.max(amax, fx.math.absf(values[i]))
-        for distance in fx.range_constexpr(1, 3):
-            amax = fx.max(amax, fx.gpu.shuffle_xor(amax, distance, LANES))
-        byte = scale_byte(amax, key.fmt)
-        divisor = scale_value(byte)
-        if fx.const_expr(key.fmt == "fp4"):
-            store_bits(target, chunk * 4, pack(values, divisor, "fp4"))
-        else:
-            words = [pack(values[4 * i : 4 * i + 4], divisor, "fp8") for i in range(2)]
-            store_bits(target, chunk * 8, fx.Vector.from_elements(words, fx.Int32))
-        if mod(chunk, _QUAD) == 0:
-            for index in fx.range_constexpr(len(scale_rows)):
-                if scale_rows[index] >= 0:
-                    at = scale_offset(scale_rows[index], div(chunk, _QUAD), scale_row)
-                    scales[at] = fx.Uint8(byte)
+        if fx.const_expr(key.valid < key.columns):
+            first = chunk * ELEMENTS
+            values = [
+                fx.Float32((first + i < key.valid).select(values[i], fx.Float32(0.0)))
+                for i in range(ELEMENTS)
+            ]
+        store_eight(values, key.fmt, chunk, target, scales, scale_rows, scale_row)
+
+
+@traced
+def store_eight(
+    values: list[fx.Float32],
+    fmt: str,
+    chunk: fx.Int32,
+    target: fx.Pointer,
+    scales: fx.Pointer,
+    scale_rows: list[fx.Int32],
+    scale_row: int,
+) -> None:
+    """Quantise the eight elements of `chunk` of a row together with three neighbouring lanes'.
+
+    `target` is the row's buffer; the block's scale goes to each of `scale_rows` that is one.
+    """
+    amax = fx.math.absf(values[0])
+    for i in fx.range_constexpr(1, ELEMENTS):
+        amax = fx.max(amax, fx.math.absf(values[i]))
+    for distance in fx.range_constexpr(1, 3):
+        amax = fx.max(amax, fx.gpu.shuffle_xor(amax, distance, LANES))
+    byte = scale_byte(amax, fmt)
+    divisor = scale_value(byte)
+    if fx.const_expr(fmt == "fp4"):
+        store_bits(target, chunk * 4, pack(values, divisor, "fp4"))
+    else:
+        words = [pack(values[4 * i : 4 * i + 4], divisor, "fp8") for i in range(2)]
+        store_bits(target, chunk * 8, fx.Vector.from_elements(words, fx.Int32))
+    if mod(chunk, _QUAD) == 0:
+        for index in fx.range_constexpr(len(scale_rows)):
+            if scale_rows[index] >= 0:
+                at = scale_offset(scale_rows[index], div(chunk, _QUAD), scale_row)
+                scales[at] = fx.Uint8(byte)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from aiter.ops.flydsl.kernels.moe_activate import build_activate
 from aiter.ops.flydsl.kernels.moe_reduce import build_reduce
-from aiter.ops.flydsl.kernels.moe_sort import build_sort
+from aiter.ops.flydsl.kernels.moe_sort import MAX_GLOBAL_EXPERTS, build_sort
 from aiter.ops.flydsl.kernels.moe_stage1 import build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import build_stage2
 from aiter.ops.flydsl.kernels.mx_gemm import FORMATS
@@ -25,7 +26,8 @@ _ZERO_BYTES = 16  # what the sort's zeroing stores at once
 @dataclass(frozen=True)
 class MoeTensors:
     """A call's tensors. x [M, D] bf16; w1 [E, 2 I, D], w2 [E, D, I] and their e8m0 scales,
-    shuffled; topk_ids, topk_weights [M, k] i32, f32; num_local_tokens [1] i32 or None."""
+    shuffled; topk_ids, topk_weights [M, k] i32, f32; num_local_tokens [1] i32, expert_mask
+    [experts of all ranks] i32, bias1 [E, 2 I] and bias2 [E, D] f32, each or None."""
 
     x: torch.Tensor
     w1: torch.Tensor
@@ -35,6 +37,18 @@ class MoeTensors:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     num_local_tokens: torch.Tensor | None
+    expert_mask: torch.Tensor | None
+    bias1: torch.Tensor | None
+    bias2: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Runtime scalars of the activation: its clamp, infinite for none, and situv2's betas."""
+
+    limit: float
+    beta: float
+    linear_beta: float
 
 
 @dataclass(frozen=True)
@@ -46,11 +60,10 @@ class _Sorted:
     route_rows: torch.Tensor
 
 
-def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) -> torch.Tensor:
+def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scalars) -> torch.Tensor:
     """The result [M, D] bf16 of `plan` on `tensors`, on the current stream of their device.
 
-    limit: where the activation clamps gate and up; infinite for nowhere.
-    Raises ValueError for weight scales that are smaller than the kernels read.
+    Raises ValueError for scales, masks or biases that do not fit the kernels.
     """
     x = tensors.x
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
@@ -59,6 +72,7 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) 
     if tokens == 0:
         return out
     _check_scales(request, tensors)
+    _check_optional(request, tensors)
     routes = _sort(plan, request, tensors, out, stream)
 
     stage1, stage2 = plan.stage1, plan.stage2
@@ -79,12 +93,34 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) 
         tensors.w1_scale,
         routes.ids,
         routes.experts,
+        routes.weights,
         routes.num_valid,
+        tensors.bias1 if stage1.bias else None,
         tokens,
         plan.stage1_groups,
-        limit,
+        scalars.limit,
+        scalars.beta,
+        scalars.linear_beta,
         stream,
     )
+    if plan.activate is not None:
+        products = hidden
+        hidden = _bytes(plan.capacity, plan.activate.out_row_bytes, device)
+        _run_compiled(
+            build_activate(plan.activate),
+            hidden,
+            hidden_scale,
+            products,
+            routes.experts,
+            routes.weights,
+            routes.num_valid,
+            tensors.bias1 if plan.activate.bias else None,
+            plan.capacity,
+            scalars.limit,
+            scalars.beta,
+            scalars.linear_beta,
+            stream,
+        )
     if plan.requant is not None:
         rows = _bytes(plan.capacity, FORMATS[plan.requant.fmt].row_bytes(request.inter_dim), device)
         _run_compiled(
@@ -113,12 +149,13 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, limit: float) 
         routes.experts,
         routes.weights,
         routes.num_valid,
+        tensors.bias2 if stage2.bias else None,
         tokens,
         plan.stage2_groups,
         stream,
     )
     if plan.reduce is not None:
-        _run_compiled(build_reduce(plan.reduce), out, target, tokens, stream)
+        _run_compiled(build_reduce(plan.reduce), out, target, routes.route_rows, tokens, stream)
     return out
 
 
@@ -139,6 +176,7 @@ def _sort(
     )
     counts = torch.empty(chunks * plan.sort[0].threads, **ints) if chunks > 1 else None
     zero = out if plan.reduce is None else None
+    mask = tensors.expert_mask
     for key in plan.sort:
         _run_compiled(
             build_sort(key),
@@ -151,9 +189,11 @@ def _sort(
             result.route_rows,
             counts,
             tensors.num_local_tokens,
+            mask,
             zero,
             request.tokens,
             chunks,
+            mask.shape[0] if mask is not None else 0,
             request.tokens * request.model_dim * 2 // _ZERO_BYTES if zero is not None else 0,
             stream,
         )
@@ -180,3 +220,21 @@ def _check_scales(request: MoeRequest, tensors: MoeTensors) -> None:
                 f"{name} {tuple(scale.shape)} holds {held} bytes, {request.experts} experts of "
                 f"{rows} rows of {columns} elements need {needed}: shuffle it with shuffle_scale"
             )
+
+
+def _check_optional(request: MoeRequest, tensors: MoeTensors) -> None:
+    shapes = {
+        "bias1": (tensors.bias1, (request.experts, 2 * request.inter_dim)),
+        "bias2": (tensors.bias2, (request.experts, request.model_dim)),
+    }
+    for name, (bias, shape) in shapes.items():
+        if bias is not None and (tuple(bias.shape), bias.dtype) != (shape, torch.float32):
+            raise ValueError(f"{name} is {bias.dtype} {tuple(bias.shape)}, not float32 {shape}")
+    mask = tensors.expert_mask
+    if mask is not None and (
+        mask.dtype != torch.int32 or mask.dim() != 1 or mask.shape[0] > MAX_GLOBAL_EXPERTS
+    ):
+        raise ValueError(
+            f"expert_mask is {mask.dtype} {tuple(mask.shape)}, not int32 of up to "
+            f"{MAX_GLOBAL_EXPERTS} experts"
+        )

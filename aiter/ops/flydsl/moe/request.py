@@ -17,6 +17,7 @@ from aiter import env
 from aiter.jit.tuned import TunedKey, TunedRow
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.enum import ActivationType, GateMode, QuantType
+from aiter.ops.flydsl.kernel_names import Moe1Name, MxmoeG1Name, is_flydsl, parse
 
 from .tiers import get_padded_M
 
@@ -47,11 +48,14 @@ class CallerVariant:
 
     bias: "none", on "both" stages or on "stage1" only.
     local_tokens: the number of real tokens is on the device (callers behind an EP dispatch).
+    expert_parallel: the caller's experts are those of a mask over all ranks'; it appends a slot
+        to the top-k that no rank serves.
     """
 
     gate_mode: GateMode
     bias: str = "none"
     local_tokens: bool = False
+    expert_parallel: bool = False
 
     @property
     def label(self) -> str:
@@ -61,6 +65,8 @@ class CallerVariant:
             parts.append(f"bias={self.bias}")
         if self.local_tokens:
             parts.append("local_tokens")
+        if self.expert_parallel:
+            parts.append("expert_parallel")
         return " ".join(parts)
 
 
@@ -85,7 +91,6 @@ class MoeRequest:
     shuffled: bool
     caller: CallerVariant
     block_m: int | None = None
-    expert_parallel: bool = False
     hidden_pad: int = 0
     intermediate_pad: int = 0
     given_scales: bool = False  # the caller quantised the activations
@@ -99,7 +104,7 @@ class MoeRequest:
             model_dim=self.model_dim,
             inter_dim=self.inter_dim,
             expert=self.experts,
-            topk=self.topk,
+            topk=self.topk - self.caller.expert_parallel,
             act_type=self.activation,
             dtype=self.dtype,
             q_dtype_a=self.a_dtype,
@@ -111,8 +116,15 @@ class MoeRequest:
 
 
 def _gate_modes(row: TunedRow) -> tuple[GateMode, ...]:
-    """Kernels for fp8 activations read interleaved gate and up rows, others separated ones."""
-    return (GateMode.INTERLEAVE if row.key.q_dtype_a == FP8 else GateMode.SEPARATED,)
+    """The layout its stage 1 reads, or both; where that is no FlyDSL kernel, interleaved for fp8
+    activations as their loaders do, separated for others."""
+    name = parse(row.kernel1) if is_flydsl(row.kernel1) else None
+    if isinstance(name, MxmoeG1Name):
+        return GateMode.SEPARATED, GateMode.INTERLEAVE
+    fp8 = row.key.q_dtype_a == FP8
+    if isinstance(name, Moe1Name):
+        fp8 = name.gate_mode == GateMode.INTERLEAVE
+    return (GateMode.INTERLEAVE if fp8 else GateMode.SEPARATED,)
 
 
 def _bias(row: TunedRow) -> tuple[str, ...]:
@@ -126,11 +138,17 @@ def _local_tokens(row: TunedRow) -> tuple[bool, ...]:
     return (False, True)
 
 
+def _expert_parallel(row: TunedRow) -> tuple[bool, ...]:
+    """The sort and the reduction are other code with a mask, and top-k has one slot more."""
+    return (False, True)
+
+
 # Field of CallerVariant -> the values of it that lead to other code for a row, default first.
 CALLER_DIMENSIONS: dict[str, Callable[[TunedRow], tuple]] = {
     "gate_mode": _gate_modes,
     "bias": _bias,
     "local_tokens": _local_tokens,
+    "expert_parallel": _expert_parallel,
 }
 
 
@@ -199,7 +217,6 @@ def request_of(
     caller: CallerVariant,
     block_m: int | None,
     a_dtype: torch.dtype | None,
-    expert_parallel: bool,
     hidden_pad: int,
     intermediate_pad: int,
     given_scales: bool,
@@ -242,7 +259,6 @@ def request_of(
         shuffled=getattr(w1, "is_shuffled", False) or getattr(w2, "is_shuffled", False),
         caller=caller,
         block_m=block_m,
-        expert_parallel=expert_parallel,
         hidden_pad=hidden_pad,
         intermediate_pad=intermediate_pad,
         given_scales=given_scales,

@@ -7,22 +7,24 @@ costs a dictionary read, and logs once per reason why a tuned row was passed ove
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from aiter.jit.tuned import FmoeTable, TunedRow
-from aiter.ops.flydsl.kernel_names import Moe1Name, Moe2Name, backend_of, parse
-from aiter.ops.flydsl.kernels.moe_reduce import ReduceKey, build_reduce
-from aiter.ops.flydsl.kernels.moe_sort import SortKey, build_sort
+from aiter.ops.flydsl.kernel_names import KernelName, backend_of, parse
+from aiter.ops.flydsl.kernels.moe_activate import ActivateKey, build_activate
+from aiter.ops.flydsl.kernels.moe_reduce import ReduceKey
+from aiter.ops.flydsl.kernels.moe_sort import SortKey
 from aiter.ops.flydsl.kernels.moe_stage1 import Stage1Key, build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import Stage2Key, build_stage2
-from aiter.ops.flydsl.kernels.mx_quant_rows import QuantKey, build_quant_rows
+from aiter.ops.flydsl.kernels.mx_quant_rows import QuantKey
 from aiter.ops.flydsl.kernels.tensor_shim import Launch, launch_of
 
 from .heuristics import heuristic_names
 from .request import MoeRequest
 from .sizes import sort_capacity, sort_chunks, stage2_groups
-from .stages import stage1_key, stage2_key, unsupported
+from .stages import activate_key, ignored, stage1_key, stage2_key, stage2_name, unsupported
 from .tiers import MAX_TOKENS, TIERS
 
 _log = logging.getLogger("aiter")
@@ -30,18 +32,21 @@ _log = logging.getLogger("aiter")
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches of a request, in order: sort, quantise, stage 1, requantise, stage 2, reduce.
+    """The launches of a request, in order: sort, quantise, stage 1, activate or requantise,
+    stage 2, reduce.
 
-    requant: quantises stage 1's bf16 result; None if stage 1 does that itself.
+    activate: finishes a stage 1 whose K is split over workgroups, else None.
+    requant: quantises stage 1's bf16 result; None if stage 1 or `activate` does that itself.
     reduce: adds the route rows of stage 2; None if stage 2 accumulates.
     capacity: sorted rows to allocate. stage1_groups, stage2_groups: workgroups.
     source: the tuned row, file:line, or None for the heuristic kernels.
-    reasons: why a tuned row was passed over, and what of a name had no effect.
+    reasons: why a tuned row was passed over. notes: what of the names has no effect.
     """
 
     sort: tuple[SortKey, ...]
     quant: QuantKey
     stage1: Stage1Key
+    activate: ActivateKey | None
     requant: QuantKey | None
     stage2: Stage2Key
     reduce: ReduceKey | None
@@ -50,17 +55,7 @@ class Plan:
     stage2_groups: int
     source: str | None
     reasons: tuple[str, ...] = ()
-
-    def launches(self) -> tuple[Launch, ...]:
-        """What a compiler has to build for this plan."""
-        steps = [*(build_sort(key) for key in self.sort), build_quant_rows(self.quant)]
-        steps.append(build_stage1(self.stage1))
-        if self.requant is not None:
-            steps.append(build_quant_rows(self.requant))
-        steps.append(build_stage2(self.stage2))
-        if self.reduce is not None:
-            steps.append(build_reduce(self.reduce))
-        return tuple(map(launch_of, steps))
+    notes: tuple[str, ...] = ()
 
 
 def select(request: MoeRequest, tables: FmoeTable) -> Plan:
@@ -77,8 +72,8 @@ def select(request: MoeRequest, tables: FmoeTable) -> Plan:
     reasons: tuple[str, ...] = ()
     if row is not None:
         try:
-            stage1, stage2, block_m = _row_names(row, request)
-            return _plan(request, stage1, stage2, block_m, str(row.source))
+            stage1, stage2 = _row_names(row, request)
+            return _plan(request, stage1, stage2, row.block_m, str(row.source))
         except NotImplementedError as refusal:
             reasons = (f"{row.source}: {refusal}",)
     if not request.policy.use_heuristics:
@@ -108,26 +103,15 @@ def mixed_row_launches(request: MoeRequest, row: TunedRow) -> tuple[Launch, ...]
     reason = unsupported(request)
     if reason is not None:
         raise NotImplementedError(reason)
-    if backends[0] == "flydsl":
-        return (launch_of(build_stage1(stage1_key(request, _moe1(row.kernel1), row.block_m))),)
-    return (launch_of(build_stage2(stage2_key(request, _moe2(row.kernel2), row.block_m))),)
+    if backends[1] == "flydsl":
+        return (launch_of(build_stage2(stage2_key(request, parse(row.kernel2), row.block_m))),)
+    stage1 = stage1_key(request, parse(row.kernel1), row.block_m)
+    activate = activate_key(request, stage1)
+    finish = () if activate is None else (launch_of(build_activate(activate)),)
+    return (launch_of(build_stage1(stage1)), *finish)
 
 
-def _moe1(name: str) -> Moe1Name:
-    parsed = parse(name)
-    if not isinstance(parsed, Moe1Name):
-        raise NotImplementedError(f"kernel family of {name} is not supported")
-    return parsed
-
-
-def _moe2(name: str) -> Moe2Name:
-    parsed = parse(name)
-    if not isinstance(parsed, Moe2Name):
-        raise NotImplementedError(f"kernel family of {name} is not supported")
-    return parsed
-
-
-def _row_names(row: TunedRow, request: MoeRequest) -> tuple[Moe1Name, Moe2Name, int]:
+def _row_names(row: TunedRow, request: MoeRequest) -> tuple[KernelName, KernelName]:
     foreign = [
         f"stage {stage} is {backend}'s {name}"
         for stage, name in ((1, row.kernel1), (2, row.kernel2))
@@ -139,60 +123,83 @@ def _row_names(row: TunedRow, request: MoeRequest) -> tuple[Moe1Name, Moe2Name, 
         raise NotImplementedError(
             f"the row sorts in blocks of {row.block_m}, the caller in {request.block_m}"
         )
-    return _moe1(row.kernel1), _moe2(row.kernel2), row.block_m
+    return parse(row.kernel1), parse(row.kernel2)
+
+
+def _sort_keys(request: MoeRequest, block_m: int, zero: bool) -> Iterator[SortKey]:
+    one = sort_chunks(request.tokens, request.topk) == 1
+    for phase in ("all",) if one else ("count", "offsets", "place"):
+        yield SortKey(
+            phase=phase,
+            experts=request.experts,
+            topk=request.topk,
+            block_m=block_m,
+            local_tokens=request.caller.local_tokens,
+            masked=request.caller.expert_parallel,
+            zero=zero,
+        )
 
 
 def _plan(
     request: MoeRequest,
-    name1: Moe1Name,
-    name2: Moe2Name,
+    name1: KernelName,
+    name2: KernelName,
     block_m: int,
     source: str | None,
     reasons: tuple[str, ...] = (),
 ) -> Plan:
     stage1 = stage1_key(request, name1, block_m)
     stage2 = stage2_key(request, name2, block_m)
-    if stage1.requant not in (None, stage2.tile.a_format):
+    activate = activate_key(request, stage1)
+    a_format = stage2.tile.a_format
+    if stage1.requant not in (None, a_format):
         raise NotImplementedError(
-            f"stage 1 quantises to {stage1.requant}, stage 2 reads {stage2.tile.a_format}"
+            f"stage 1 quantises to {stage1.requant}, stage 2 reads {a_format}"
         )
+    quantised = activate is not None or stage1.requant is not None
     reduced = stage2.epilogue == "reduce"
-    chunks = sort_chunks(request.tokens, request.topk)
-    phases = ("all",) if chunks == 1 else ("count", "offsets", "place")
     capacity = sort_capacity(request.tokens, request.topk, request.experts, block_m)
-    m_blocks1 = capacity // stage1.tile.tile_m
     m_blocks2 = capacity // stage2.tile.tile_m
+    grid = stage2_name(name2)
     return Plan(
-        sort=tuple(
-            SortKey(
-                phase=phase,
-                experts=request.experts,
-                topk=request.topk,
-                block_m=block_m,
-                local_tokens=request.caller.local_tokens,
-                zero=not reduced,
-            )
-            for phase in phases
+        sort=tuple(_sort_keys(request, block_m, zero=not reduced)),
+        quant=QuantKey(
+            columns=request.model_dim,
+            fmt=stage1.tile.a_format,
+            topk=request.topk,
+            valid=request.model_dim - request.hidden_pad,
         ),
-        quant=QuantKey(request.model_dim, stage1.tile.a_format, request.topk),
         stage1=stage1,
+        activate=activate,
         requant=(
-            None if stage1.requant else QuantKey(request.inter_dim, stage2.tile.a_format, None)
+            None
+            if quantised
+            else QuantKey(
+                columns=request.inter_dim,
+                fmt=a_format,
+                topk=None,
+                valid=request.inter_dim - request.intermediate_pad,
+            )
         ),
         stage2=stage2,
-        reduce=ReduceKey(request.model_dim, request.topk) if reduced else None,
+        reduce=(
+            ReduceKey(request.model_dim, request.topk, masked=request.caller.expert_parallel)
+            if reduced
+            else None
+        ),
         capacity=capacity,
-        stage1_groups=m_blocks1 * stage1.n_blocks,
+        stage1_groups=capacity // stage1.tile.tile_m * stage1.groups_of_row_block,
         stage2_groups=stage2_groups(
             m_blocks2 * stage2.n_blocks,
             m_blocks2,
             stage2.tile,
-            name2.persist,
+            grid.persist,
             request.target.cu_num,
-            name2.cu_num_mul if name2.cu_num_mul > 1 else None,
+            grid.cu_num_mul if grid.cu_num_mul > 1 else None,
         ),
         source=source,
         reasons=reasons,
+        notes=(*ignored(name1), *ignored(name2)),
     )
 
 

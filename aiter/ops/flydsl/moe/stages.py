@@ -1,27 +1,43 @@
 """From a kernel name and a request to the build keys of the MX stages.
 
-A name is a set of parameters of one pair of kernels. What a parameter becomes:
+A name is a set of parameters of one pair of kernels, whatever its family: `stage1_name` and
+`stage2_name` bring every family to the parameters of the generic one. What they become:
 
     tile m x n x k   the workgroup's tile. n counts output columns, in stage 1 with interleaved
-                     gate and up weight rows, two for each column. Halved, or 128 for n of
-                     stage 1, where the shape is no multiple of it.
+                     gate and up weight rows, two for each column. 128 columns, or 128 of k, where
+                     the shape is no multiple of it.
     w                waves a SIMD, as far as the tile's registers allow without copies; often none
-    bnt              cache policy of the weight loads
+    bnt, nt          cache policy of the weight loads
     xcd              row blocks that a die's consecutive workgroups walk over
     kw               groups of waves that split K
+    kb               workgroups that split K; go: each takes rows of gate or of up only
     fp4, fp8         stage 1 quantises its own result; otherwise a launch of its own does
-    sbm              no effect: the sort block is the row's block_m
     persist, cumul   the size of stage 2's grid, which is no part of its code
-    async            no effect: activations always arrive by asynchronous copies
 
-Each function raises NotImplementedError with the reason where the kernels cannot serve the
+and what has no effect, as `ignored` says of a name:
+
+    sbm              the sort block is the row's block_m
+    async            activations always arrive by asynchronous copies
+    f16in            activations are quantised, and routes sorted, by launches of their own
+    f4out, cshuffle  route rows are bf16, staged in LDS
+    bf16lds, sp      output tiles are always staged as bf16; xcd orders workgroups
+
+Each key function raises NotImplementedError with the reason where the kernels cannot serve the
 request with that name.
 """
 
 from __future__ import annotations
 
 from aiter.ops.enum import ActivationType, GateMode, QuantType
-from aiter.ops.flydsl.kernel_names import Moe1Name, Moe2Name
+from aiter.ops.flydsl.kernel_names import (
+    KernelName,
+    Moe1Name,
+    Moe2LayoutName,
+    Moe2Name,
+    MxmoeG1Name,
+    MxmoeG2Name,
+)
+from aiter.ops.flydsl.kernels.moe_activate import ActivateKey
 from aiter.ops.flydsl.kernels.moe_stage1 import Stage1Key
 from aiter.ops.flydsl.kernels.moe_stage2 import Stage2Key
 from aiter.ops.flydsl.kernels.mx_gemm import CHUNK, FORMATS, LANES, MxTile
@@ -30,7 +46,13 @@ from .request import FP4, FP8, MoeRequest
 from .sizes import stage2_epilogue
 
 _FORMAT = {FP4: "fp4", FP8: "fp8"}
-_ACTIVATION = {ActivationType.Silu: "silu"}
+_FLAVOURS = ((FP4, FP4), (FP8, FP4), (FP8, FP8))  # activations, weights
+_ACTIVATION = {
+    ActivationType.Silu: "silu",
+    ActivationType.Gelu: "gelu",
+    ActivationType.Swiglu: "swiglu",
+    ActivationType.Situv2: "situv2",
+}
 
 
 def unsupported(request: MoeRequest) -> str | None:
@@ -39,26 +61,89 @@ def unsupported(request: MoeRequest) -> str | None:
         (request.target.gfx == "gfx950", f"no MX kernels for {request.target.gfx}"),
         (request.quant_type == QuantType.per_1x32, f"no kernels for {request.quant_type.cell}"),
         (
-            (request.a_dtype, request.w_dtype) == (FP8, FP4),
+            (request.a_dtype, request.w_dtype) in _FLAVOURS,
             f"no kernels for {request.a_dtype} activations with {request.w_dtype} weights",
         ),
         (request.dtype == "bfloat16", f"no kernels with {request.dtype} output"),
         (request.activation in _ACTIVATION, f"no kernels for {request.activation.cell}"),
         (request.use_g1u1, "w1 has no up half"),
         (request.shuffled, "the weights are not shuffled"),
-        (not request.doweight_stage1, "route weights in stage 1 are not supported"),
-        (request.caller.bias == "none", "expert biases are not supported"),
-        (not request.expert_parallel, "expert masks are not supported"),
-        (not (request.hidden_pad or request.intermediate_pad), "padding is not supported"),
+        (request.caller.bias in ("none", "both", "stage1"), "a bias on stage 2 alone"),
         (not request.given_scales, "activations quantised by the caller are not supported"),
         (
             request.caller.gate_mode != GateMode.MOCK_GATE_ONLY,
             "gate-only weights are not supported",
         ),
+        (1 <= request.topk <= 17, f"top-{request.topk}"),
         (request.model_dim % 256 == 0, f"model_dim {request.model_dim} is no multiple of 256"),
         (request.inter_dim % 128 == 0, f"inter_dim {request.inter_dim} is no multiple of 128"),
+        (
+            0 <= request.hidden_pad < request.model_dim
+            and 0 <= request.intermediate_pad < request.inter_dim,
+            "padding beyond the dimension",
+        ),
     )
     return next((reason for good, reason in checks if not good), None)
+
+
+def stage1_name(name: KernelName, request: MoeRequest) -> Moe1Name:
+    """The generic parameters of a stage 1 name of any family."""
+    if isinstance(name, Moe1Name):
+        return name
+    if not isinstance(name, MxmoeG1Name):
+        raise NotImplementedError(f"{type(name).__name__} is no stage 1 of the MX kernels")
+    interleaved = request.caller.gate_mode == GateMode.INTERLEAVE
+    return Moe1Name(
+        a_dtype=name.a_dtype,
+        w_dtype="fp4",
+        out_dtype="bf16",
+        tile_m=name.tile_m,
+        # These names count weight rows, gate and up together.
+        tile_n=name.tile_n if interleaved else name.tile_n // 2,
+        tile_k=name.tile_k,
+        b_nt=2 if name.nt else 0,
+        gate_mode=request.caller.gate_mode,
+        xcd_swizzle=name.xcd_swizzle,
+        requant=name.a_dtype,
+    )
+
+
+def stage2_name(name: KernelName) -> Moe2Name:
+    """The generic parameters of a stage 2 name of any family."""
+    if isinstance(name, Moe2Name):
+        return name
+    if isinstance(name, MxmoeG2Name):
+        w_dtype, epilogue, persist = "fp4", name.epilogue, False
+    elif isinstance(name, Moe2LayoutName):
+        w_dtype, epilogue, persist = name.w_dtype, name.epilogue, name.persist
+    else:
+        raise NotImplementedError(f"{type(name).__name__} is no stage 2 of the MX kernels")
+    return Moe2Name(
+        a_dtype=name.a_dtype,
+        w_dtype=w_dtype,
+        out_dtype="bf16",
+        tile_m=name.tile_m,
+        tile_n=name.tile_n,
+        tile_k=name.tile_k,
+        epilogue="atomic" if epilogue == "atomic" else "reduce",
+        b_nt=2 if name.nt else 0,
+        persist=persist,
+    )
+
+
+def ignored(name: KernelName) -> tuple[str, ...]:
+    """The parameters of `name` that have no effect here, in words."""
+    said = {
+        "sort_block_m": "sbm: the sort block is the row's block_m",
+        "async_copy": "async: activations always arrive by asynchronous copies",
+        "inline_quant": "f16in: activations are quantised by a launch of their own",
+        "bf16_lds": "bf16lds: output tiles are always staged as bf16",
+        "spatial_partition": "sp: workgroups are not ordered by partitions",
+    }
+    notes = [text for field, text in said.items() if getattr(name, field, None)]
+    if getattr(name, "epilogue", "") in ("f4out", "cshuffle"):
+        notes.append(f"{name.epilogue}: route rows are bf16, staged in LDS")
+    return tuple(notes)
 
 
 def _check_formats(request: MoeRequest, name: Moe1Name | Moe2Name) -> None:
@@ -83,59 +168,88 @@ def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
     return waves
 
 
-def stage1_key(request: MoeRequest, name: Moe1Name, block_m: int) -> Stage1Key:
-    """The build key of stage 1 with the parameters of `name` and sort blocks of `block_m`."""
-    _check_formats(request, name)
-    if name.gate_mode != request.caller.gate_mode:
+def _steps(dim: int, pad: int, tile_k: int, parts: int) -> int:
+    """K steps of each of `parts` that share `dim`; steps of padding only are left out."""
+    needed = -(-(dim - pad) // tile_k)
+    if dim % (tile_k * parts):
         raise NotImplementedError(
-            f"the kernel reads {name.gate_mode.value} weights, they are "
-            f"{request.caller.gate_mode.value}"
+            f"{dim} does not split into {parts} parts of whole steps of {tile_k}"
         )
-    if name.k_batch != 1:
-        raise NotImplementedError("a grid split of K is not supported")
-    interleaved = name.gate_mode == GateMode.INTERLEAVE
+    return -(-needed // parts)
+
+
+def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage1Key:
+    """The build key of stage 1 with the parameters of a name and sort blocks of `block_m`."""
+    name = stage1_name(any_name, request)
+    _check_formats(request, name)
+    split = name.k_batch > 1
+    apart = split and name.gate_mode == GateMode.MOCK_GATE_ONLY
+    layout = GateMode.SEPARATED if apart else name.gate_mode
+    if layout != request.caller.gate_mode:
+        raise NotImplementedError(
+            f"the kernel reads {layout.value} weights, they are {request.caller.gate_mode.value}"
+        )
+    interleaved = layout == GateMode.INTERLEAVE
     columns = name.tile_n // 2 if interleaved else name.tile_n
-    if columns % 32:
-        raise NotImplementedError(f"{columns} columns are no whole scale blocks")
     if request.inter_dim % columns:
         columns = 128
-    tile_k = name.tile_k
+    if columns % 32:
+        raise NotImplementedError(f"{columns} columns are no whole scale blocks")
     if block_m % name.tile_m or request.inter_dim % columns:
         raise NotImplementedError(
             f"tile {name.tile_m}x{columns} does not divide blocks of {block_m} rows by "
             f"inter_dim {request.inter_dim}"
         )
-    if request.model_dim % (tile_k * name.k_wave):
-        raise NotImplementedError(
-            f"model_dim {request.model_dim} does not split into {name.k_wave} parts of whole "
-            f"steps of {tile_k}"
-        )
-    a = FORMATS[name.a_dtype]
+    rows = columns if apart else 2 * columns
+    a_row_bytes = FORMATS[name.a_dtype].row_bytes(name.tile_k)
     tile = MxTile(
         a_format=name.a_dtype,
         w_format=name.w_dtype,
         tile_m=name.tile_m,
-        rows=2 * columns,
-        tile_k=tile_k,
-        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), 2 * columns, 64),
+        rows=rows,
+        tile_k=name.tile_k,
+        n_waves=_waves(name.tile_m, a_row_bytes, rows, 64),
         k_waves=name.k_wave,
-        pairing="rows" if interleaved else "halves",
+        pairing="apart" if apart else "rows" if interleaved else "halves",
     )
     return Stage1Key(
         model_dim=request.model_dim,
         inter_dim=request.inter_dim,
         tile=tile,
         sort_block_m=block_m,
-        activation=_ACTIVATION[request.activation],
-        requant=name.requant,
+        # Where K is split, these are `activate_key`'s.
+        activation="none" if split else _ACTIVATION[request.activation],
+        bias=request.caller.bias != "none" and not split,
+        weighted=request.doweight_stage1 and not split,
+        requant=None if split else name.requant,
+        k_batch=name.k_batch,
+        steps=_steps(
+            request.model_dim, request.hidden_pad, name.tile_k, name.k_wave * name.k_batch
+        ),
         w_cache=name.b_nt,
         xcd_group=name.xcd_swizzle,
         waves_per_eu=tile.waves_per_eu(name.waves_per_eu),
     )
 
 
-def stage2_key(request: MoeRequest, name: Moe2Name, block_m: int) -> Stage2Key:
-    """The build key of stage 2 with the parameters of `name` and sort blocks of `block_m`."""
+def activate_key(request: MoeRequest, stage1: Stage1Key) -> ActivateKey | None:
+    """What finishes a stage 1 whose K is split over workgroups; None for others."""
+    if stage1.k_batch == 1:
+        return None
+    return ActivateKey(
+        inter_dim=request.inter_dim,
+        k_batch=stage1.k_batch,
+        sort_block_m=stage1.sort_block_m,
+        activation=_ACTIVATION[request.activation],
+        bias=request.caller.bias != "none",
+        weighted=request.doweight_stage1,
+        requant=stage1.tile.a_format,
+    )
+
+
+def stage2_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage2Key:
+    """The build key of stage 2 with the parameters of a name and sort blocks of `block_m`."""
+    name = stage2_name(any_name)
     _check_formats(request, name)
     tile_k = name.tile_k if request.inter_dim % name.tile_k == 0 else 128
     if block_m % name.tile_m or request.model_dim % name.tile_n or name.tile_n % LANES:
@@ -143,14 +257,14 @@ def stage2_key(request: MoeRequest, name: Moe2Name, block_m: int) -> Stage2Key:
             f"tile {name.tile_m}x{name.tile_n} does not divide blocks of {block_m} rows by "
             f"model_dim {request.model_dim}"
         )
-    a = FORMATS[name.a_dtype]
+    a_row_bytes = FORMATS[name.a_dtype].row_bytes(tile_k)
     tile = MxTile(
         a_format=name.a_dtype,
         w_format=name.w_dtype,
         tile_m=name.tile_m,
         rows=name.tile_n,
         tile_k=tile_k,
-        n_waves=_waves(name.tile_m, a.row_bytes(tile_k), name.tile_n, 32),
+        n_waves=_waves(name.tile_m, a_row_bytes, name.tile_n, 32),
     )
     epilogue = stage2_epilogue(
         name.epilogue,
@@ -162,11 +276,13 @@ def stage2_key(request: MoeRequest, name: Moe2Name, block_m: int) -> Stage2Key:
     return Stage2Key(
         model_dim=request.model_dim,
         inter_dim=request.inter_dim,
-        topk=request.topk,
+        topk=request.topk if epilogue == "reduce" else 0,
         tile=tile,
         sort_block_m=block_m,
         epilogue=epilogue,
+        bias=request.caller.bias == "both",
         weighted=not request.doweight_stage1,
+        steps=_steps(request.inter_dim, request.intermediate_pad, tile_k, 1),
         w_cache=name.b_nt,
         xcd_group=name.xcd_swizzle,
         waves_per_eu=tile.waves_per_eu(name.waves_per_eu),

@@ -1,0 +1,208 @@
+"""Every flavour, activation, layout and mode of the MX family against the torch reference."""
+
+import importlib
+
+import pytest
+import torch
+
+from aiter.jit.tables import Source
+from aiter.jit.tuned import FmoeTable, TunedRow
+from aiter.jit.utils.chip_info import pinned
+from aiter.ops.enum import ActivationType, GateMode, QuantType
+from aiter.ops.flydsl.moe.request import FP4, FP8, CallerVariant, MoeRequest, Policy
+from aiter.ops.flydsl.moe.selection import Selector
+from op_tests.moe.cases import GFX950, MoeCase, routing
+from op_tests.torch_moe import Activation, relative_l2
+
+fused_moe_module = importlib.import_module("aiter.fused_moe")
+
+pytestmark = pytest.mark.emulated
+TOLERANCE = 1e-2
+
+FLAVOURS = [("fp8", "fp4"), ("fp4", "fp4"), ("fp8", "fp8")]
+ACTIVATIONS = {
+    "silu": (ActivationType.Silu, {}, Activation()),
+    "gelu": (ActivationType.Gelu, {}, Activation("gelu")),
+    "swiglu": (ActivationType.Swiglu, {}, Activation("swiglu")),
+    "swiglu_limit": (ActivationType.Swiglu, {"swiglu_limit": 0.5}, Activation("swiglu", 0.5)),
+    "situv2": (ActivationType.Situv2, {}, Activation("situv2")),
+    "situv2_kimi": (
+        ActivationType.Situv2,
+        {"beta": 4.0, "linear_beta": 25.0},
+        Activation("situv2", beta=4.0, linear_beta=25.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("gate_mode", ["interleave", "separated"])
+@pytest.mark.parametrize("flavour", FLAVOURS, ids="x".join)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_flavours_activations_and_layouts(emulate, flavour, name, gate_mode):
+    activation, options, reference = ACTIVATIONS[name]
+    case = MoeCase.random(19, 512, 256, 5, 2, "skewed", *flavour)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(gate_mode, activation=activation, **options)
+    assert relative_l2(out, case.reference(activation=reference)) < TOLERANCE
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids="x".join)
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(1, "even"), (3, "idle"), (32, "one"), (65, "skewed")]
+)
+def test_flavours_and_routings(emulate, flavour, tokens, kind):
+    case = MoeCase.random(tokens, 256, 384, 6, 3, kind, *flavour)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run("separated")
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+@pytest.mark.parametrize("gate_mode", ["interleave", "separated"])
+@pytest.mark.parametrize("both", [False, True])
+def test_biases(emulate, gate_mode, both):
+    case = MoeCase.random(9, 256, 128, 4, 2, "even", "fp4", "fp4")
+    g = torch.Generator().manual_seed(9)
+    bias1 = torch.randn(4, 256, generator=g)
+    bias2 = torch.randn(4, 256, generator=g) if both else None
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(gate_mode, activation=ActivationType.Swiglu, bias1=bias1, bias2=bias2)
+    want = case.reference(activation=Activation("swiglu"), bias1=bias1, bias2=bias2)
+    assert relative_l2(out, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS, ids="x".join)
+def test_route_weights_in_stage_1(emulate, flavour):
+    case = MoeCase.random(9, 256, 128, 4, 2, "even", *flavour)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(doweight_stage1=True)
+    assert relative_l2(out, case.reference(weight_in_stage1=True)) < TOLERANCE
+
+
+@pytest.mark.parametrize("topk", [1, 16])
+def test_extreme_top_k(emulate, topk):
+    case = MoeCase.random(7, 256, 128, 18, topk)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+@pytest.mark.parametrize("force_reduce", ["0", "1"])
+def test_experts_of_other_ranks_are_left_to_them(emulate, monkeypatch, force_reduce):
+    monkeypatch.setenv("AITER_FLYDSL_FORCE_REDUCE", force_reduce)
+    g = torch.Generator().manual_seed(4)
+    case = MoeCase.random(21, 256, 128, 4, 3)
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 0], dtype=torch.int32)
+    case.ids.copy_(routing(21, 3, 9, "even", g))
+    case.ids[:, 2] = 9  # the slot that callers append for no expert
+    case.ids[4] = torch.tensor([0, 3, 9])  # a token of other ranks only
+    numbers = torch.where(mask == 1, mask.cumsum(0) - 1, -1)
+    local = torch.where(case.ids < 9, numbers[case.ids.clamp(max=8).long()], -1)
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run(expert_mask=mask)
+    assert (out[4] == 0).all()
+    assert relative_l2(out, case.reference(ids=local)) < TOLERANCE
+
+
+@pytest.mark.parametrize("flavour", [("fp8", "fp4"), ("fp4", "fp4")], ids="x".join)
+def test_padding_of_hidden_and_intermediate_columns(emulate, flavour):
+    case = MoeCase.random(6, 512, 256, 3, 2, "even", *flavour)
+    hidden_pad, inter_pad = 192, 64
+    for weight, columns in ((case.w1, hidden_pad), (case.w2, inter_pad)):
+        bytes_of_block = weight.data.shape[-1] // weight.scale.shape[-1]
+        weight.data[..., -(columns // 32) * bytes_of_block :] = 0
+        weight.scale[..., -columns // 32 :] = 127
+    case.w2.data[:, -hidden_pad:] = 0
+    for start in (256 - inter_pad, 512 - inter_pad):
+        case.w1.data[:, start : start + inter_pad] = 0
+    case.x[:, -hidden_pad:] = 0
+    want = case.reference()
+    case.x[:, -hidden_pad:] = float("nan")
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = case.run("separated", hidden_pad=hidden_pad, intermediate_pad=inter_pad)
+    assert torch.isfinite(out).all()
+    assert relative_l2(out, want) < TOLERANCE
+
+
+A4W4, A8W8 = "afp4_wfp4_bf16", "afp8_wfp8_bf16"
+NAMES = [
+    # stage 1, stage 2, sort block, layout
+    (f"moe1_{A4W4}_t32x64x256_w3_kb4_xcd4_fp4", f"moe2_{A4W4}_t32x128x256_reduce", 32, False),
+    (
+        f"moe1_{A4W4}_t32x64x256_w3_kb4_bnt0_go_xcd4_fp4",
+        f"moe2_{A4W4}_t32x128x128_reduce_bnt2",
+        32,
+        False,
+    ),
+    (
+        f"moe1_{A4W4}_t32x32x256_w3_kw2_fp4",
+        f"moe2_layout_{A4W4}_t32x128x256_atomic_nt",
+        32,
+        False,
+    ),
+    (
+        f"moe1_{A4W4}_t128x64x256_fp4",
+        f"moe2_layout_{A4W4}_t64x256x256_reduce_persist_sbm128_bf16lds_sp801",
+        128,
+        False,
+    ),
+    (
+        f"moe1_{A8W8}_t128x128x256_gui_fp8",
+        f"moe2_layout_{A8W8}_t64x128x128_reduce_sbm128",
+        128,
+        True,
+    ),
+    ("mxmoe_g1_a4w4_16x256x256_f16in_nt", "mxmoe_g2_a4w4_16x256x256_atomic_nt", 16, True),
+    ("mxmoe_g1_a4w4_128x256x256_xcd4", "mxmoe_g2_a4w4_128x256x256_f4out", 128, False),
+    ("mxmoe_g1_a4w4_32x256x256", "mxmoe_g2_a4w4_32x256x256_cshuffle", 32, False),
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+def test_every_family_of_names(emulate, monkeypatch, names):
+    stage1, stage2, block_m, interleaved = names
+    flavour = ("fp8", "fp8") if A8W8 in stage1 else ("fp4", "fp4")
+    gate_mode = GateMode.INTERLEAVE if interleaved else GateMode.SEPARATED
+    case = MoeCase.random(21, 1024, 512, 4, 2, "skewed", *flavour)
+    request = MoeRequest(
+        target=GFX950,
+        policy=Policy(False, True, False),
+        tokens=21,
+        model_dim=1024,
+        inter_dim=512,
+        experts=4,
+        topk=2,
+        dtype="bfloat16",
+        a_dtype=FP8 if flavour[0] == "fp8" else FP4,
+        w_dtype=FP8 if flavour[1] == "fp8" else FP4,
+        activation=ActivationType.Silu,
+        quant_type=QuantType.per_1x32,
+        use_g1u1=True,
+        doweight_stage1=False,
+        shuffled=True,
+        caller=CallerVariant(gate_mode),
+    )
+    row = TunedRow(
+        key=request.tuned_key(),
+        block_m=block_m,
+        ksplit=0,
+        run_1stage=False,
+        kernel1=f"flydsl_{stage1}",
+        kernel2=f"flydsl_{stage2}",
+        us=None,
+        tag="",
+        source=Source("tuned.csv", 2),
+    )
+    selector = Selector(FmoeTable((row,), (), ()))
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
+    plan = selector.plan(request)
+    assert plan.source is not None, plan.reasons
+    emulate(GFX950, order="random", seed=7)
+    with pinned(GFX950):
+        out = case.run(gate_mode.value)
+    assert relative_l2(out, case.reference()) < TOLERANCE
