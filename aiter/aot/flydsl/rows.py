@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiter import env
-from aiter.jit.core import AITER_CONFIGS, FmoeTable, TableError, TunedRow, load_fmoe
+from aiter.jit.core import AITER_CONFIGS, FmoeTable, RawRow, TableError, TunedRow, load_fmoe
 from aiter.jit.utils.chip_info import GFX_CU_NUM_MAP
-from aiter.ops.flydsl.kernel_names import KernelNameError, backend_of, parse
+from aiter.ops.flydsl.kernel_names import KernelNameError, backend_of, is_flydsl, parse
 
 from .common import UsageError
 
@@ -145,13 +145,19 @@ def _require_flydsl(
 ) -> None:
     """Every table named by hand, or any of the shipped ones, must have a FlyDSL row."""
     having = {scoped.row.source.path for scoped in in_scope}
-    having |= {conflict.dropped.source.path for conflict in table.conflicts}
+    # A table whose FlyDSL rows all gave way to faster ones of another table has had its say.
+    dropped = [conflict.dropped for conflict in table.conflicts]
+    having |= {row.source.path for row in dropped if any(map(is_flydsl, _names(row)))}
     lacking = [path for path in tables if path not in having]
     if lacking and (each or not in_scope):
         raise UsageError(
             f"{lacking[0]}: no row names a FlyDSL kernel, so there is nothing to build; "
             "leave the table out"
         )
+
+
+def _names(row: RawRow) -> tuple[str, str]:
+    return row.text("kernelName1"), row.text("kernelName2")
 
 
 def _chosen_archs(named: Sequence[str], present: set[str], tables: Iterable[Path]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Tests of the ahead-of-time build. None needs a GPU."""
