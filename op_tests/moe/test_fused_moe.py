@@ -5,15 +5,13 @@ import importlib
 import pytest
 import torch
 
-from aiter.jit.tables import Source
-from aiter.jit.tuned import FmoeTable, TunedRow
 from aiter.jit.utils.chip_info import pinned
-from aiter.ops.enum import ActivationType, GateMode, QuantType
+from aiter.ops.enum import ActivationType, QuantType
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted, launch_of
-from aiter.ops.flydsl.moe.request import CallerVariant, MoeRequest, Policy
 from aiter.ops.flydsl.moe.selection import Selector
 from aiter.ops.shuffle import shuffle_weight
 from op_tests.moe.cases import GFX950, MoeCase
+from op_tests.moe.test_mx_family import selector_of
 from op_tests.torch_moe import Activation, relative_l2
 
 fused_moe_module = importlib.import_module("aiter.fused_moe")
@@ -91,45 +89,21 @@ TUNED = [
 ]
 
 
-def tuned_table(case: MoeCase, names: tuple[str, str, int]) -> FmoeTable:
-    stage1, stage2, block_m = names
-    experts, rows, _ = case.w1.data.shape
-    request = MoeRequest(
-        target=GFX950,
-        policy=Policy(False, True, False),
-        tokens=case.x.shape[0],
-        model_dim=case.x.shape[1],
-        inter_dim=rows // 2,
-        experts=experts,
-        topk=case.ids.shape[1],
-        dtype="bfloat16",
-        a_dtype="float8_e4m3fn",
-        w_dtype="float4_e2m1fn_x2",
-        activation=ActivationType.Silu,
-        quant_type=QuantType.per_1x32,
-        use_g1u1=True,
-        doweight_stage1=False,
-        shuffled=True,
-        caller=CallerVariant(GateMode.INTERLEAVE),
+def tuned(case: MoeCase, names: tuple[str, str, int]) -> Selector:
+    prefix = "fp8_wfp4_bf16"
+    return selector_of(
+        case,
+        f"flydsl_moe1_a{prefix}_{names[0]}",
+        f"flydsl_moe2_a{prefix}_{names[1]}",
+        names[2],
+        "interleave",
     )
-    row = TunedRow(
-        key=request.tuned_key(),
-        block_m=block_m,
-        ksplit=0,
-        run_1stage=False,
-        kernel1=f"flydsl_moe1_afp8_wfp4_bf16_{stage1}",
-        kernel2=f"flydsl_moe2_afp8_wfp4_bf16_{stage2}",
-        us=None,
-        tag="",
-        source=Source("tuned.csv", 2),
-    )
-    return FmoeTable((row,), (), ())
 
 
 @pytest.mark.parametrize("names", TUNED, ids=lambda names: names[0])
 def test_the_parameters_of_a_name_change_code_but_not_results(emulate, monkeypatch, names):
     case = MoeCase.random(37, 1024, 512, 5, 3, "skewed")
-    selector = Selector(tuned_table(case, names))
+    selector = tuned(case, names)
     monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     emulate(GFX950, order="random", seed=5)
     with pinned(GFX950):
@@ -141,7 +115,7 @@ def test_the_parameters_of_a_name_change_code_but_not_results(emulate, monkeypat
 
 def test_the_row_of_a_table_is_what_runs(monkeypatch):
     case = MoeCase.random(37, 1024, 512, 5, 3)
-    selector = Selector(tuned_table(case, TUNED[0]))
+    selector = tuned(case, TUNED[0])
     monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     launches = []
     with pinned(GFX950), intercepted(lambda exe, args: launches.append(launch_of(exe))):

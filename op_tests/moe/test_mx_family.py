@@ -163,46 +163,53 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
-def test_every_family_of_names(emulate, monkeypatch, names):
-    stage1, stage2, block_m, interleaved = names
-    flavour = ("fp8", "fp8") if A8W8 in stage1 else ("fp4", "fp4")
-    gate_mode = GateMode.INTERLEAVE if interleaved else GateMode.SEPARATED
-    case = MoeCase.random(21, 1024, 512, 4, 2, "skewed", *flavour)
+def selector_of(case: MoeCase, stage1: str, stage2: str, block_m: int, gate_mode: str) -> Selector:
+    """A selector whose one row serves `case` with the two kernels."""
+    experts, rows, _ = case.w1.data.shape
     request = MoeRequest(
         target=GFX950,
         policy=Policy(False, True, False),
-        tokens=21,
-        model_dim=1024,
-        inter_dim=512,
-        experts=4,
-        topk=2,
+        tokens=case.x.shape[0],
+        model_dim=case.x.shape[1],
+        inter_dim=rows // 2,
+        experts=experts,
+        topk=case.ids.shape[1],
         dtype="bfloat16",
-        a_dtype=FP8 if flavour[0] == "fp8" else FP4,
-        w_dtype=FP8 if flavour[1] == "fp8" else FP4,
+        a_dtype=FP8 if case.a_format == "fp8" else FP4,
+        w_dtype=FP8 if case.w1.fmt == "fp8" else FP4,
         activation=ActivationType.Silu,
         quant_type=QuantType.per_1x32,
         use_g1u1=True,
         doweight_stage1=False,
         shuffled=True,
-        caller=CallerVariant(gate_mode),
+        caller=CallerVariant(GateMode(gate_mode)),
     )
     row = TunedRow(
         key=request.tuned_key(),
         block_m=block_m,
         ksplit=0,
         run_1stage=False,
-        kernel1=f"flydsl_{stage1}",
-        kernel2=f"flydsl_{stage2}",
+        kernel1=stage1,
+        kernel2=stage2,
         us=None,
         tag="",
         source=Source("tuned.csv", 2),
     )
     selector = Selector(FmoeTable((row,), (), ()))
-    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     plan = selector.plan(request)
     assert plan.source is not None, plan.reasons
+    return selector
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+def test_every_family_of_names(emulate, monkeypatch, names):
+    stage1, stage2, block_m, interleaved = names
+    flavour = ("fp8", "fp8") if A8W8 in stage1 else ("fp4", "fp4")
+    gate_mode = "interleave" if interleaved else "separated"
+    case = MoeCase.random(21, 1024, 512, 4, 2, "skewed", *flavour)
+    selector = selector_of(case, f"flydsl_{stage1}", f"flydsl_{stage2}", block_m, gate_mode)
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     emulate(GFX950, order="random", seed=7)
     with pinned(GFX950):
-        out = case.run(gate_mode.value)
+        out = case.run(gate_mode)
     assert relative_l2(out, case.reference()) < TOLERANCE
