@@ -1,8 +1,9 @@
 """Running a grid: which waves go next, barriers, clusters, spin loops and deadlocks.
 
 A *group* is some workgroups side by side, each with its own LDS. In lock-step order all its waves
-form one batch; in random order every batch holds one wave of each of the workgroups, a different
-one in each, and runs alone until a barrier, a sleep or its end.
+form one batch; in random order every batch holds one wave of each of the workgroups (of those at
+one place in their clusters), a different one in each, and runs alone until a barrier, a sleep or
+its end.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ class Group:
             parts = [waves]
         else:
             order = self.rng.permuted(waves.reshape(len(ids), self.waves_each), axis=1)
-            parts = list(order.T)
+            place = grid.cluster_of(ids)[1]
+            parts = [
+                order[place == p, slot] for p in np.unique(place) for slot in range(order.shape[1])
+            ]
         self.batches = [Runner(self, part) for part in parts]
 
 
@@ -373,8 +377,13 @@ class Grid:
         if cluster > 1:
             outer, inner = self.cluster_of(ids)
             ids = np.lexsort((inner, outer))
-        for start in range(0, total, each):
-            yield Group(self, ids[start : start + each])
+        start = 0
+        while start < total:
+            size = each
+            if self.rng is not None:  # fewer in lock-step: workgroups race each other too
+                size = int(self.rng.integers(1, each // cluster + 1)) * cluster
+            yield Group(self, ids[start : start + size])
+            start += size
 
     def rounds(self) -> Iterator[None]:
         """Run the grid; yields after every active batch had a turn."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr.typing import T
@@ -191,3 +193,15 @@ def make_relay(sleep: bool):
         relay(flag, offset, last).launch(grid=(blocks, 1, 1), block=(64, 1, 1), stream=stream)
 
     return launch_relay
+
+
+@dataclass(frozen=True)
+class ReverseKey:
+    """A build key as the project's kernels have them."""
+
+    threads: int
+
+
+def build_reverse(key: ReverseKey) -> flyc.JitFunction:
+    """A correct reversal of runs of ``key.threads``."""
+    return make_reverse(True, key.threads, key.threads)

@@ -21,8 +21,9 @@ module attributes {{gpu.container_module}} {{
   llvm.func @host({parameters}) {{
     %one = llvm.mlir.constant(1 : i64) : i64
     %grid = llvm.mlir.constant({grid} : i64) : i64
+    %cluster = llvm.mlir.constant({cluster} : i64) : i64
     %block = llvm.mlir.constant({block} : i64) : i64
-    gpu.launch_func @kernels::@snippet blocks in (%grid, %one, %one)
+    gpu.launch_func @kernels::@snippet {clusters}blocks in (%grid, %one, %one)
       threads in (%block, %one, %one) : i64 args({arguments})
     llvm.return
   }}
@@ -31,7 +32,9 @@ module attributes {{gpu.container_module}} {{
 LDS = "llvm.mlir.global external @lds() {{addr_space = 3 : i32}} : !llvm.array<{} x i8>"
 
 
-def module_text(body: str, pointers: int, block: int, grid: int = 1, lds: int = 0) -> str:
+def module_text(
+    body: str, pointers: int, block: int, grid: int = 1, lds: int = 0, cluster: int = 1
+) -> str:
     """A module with kernel ``@snippet``; ``%arg0``, ... are global pointers, LDS is ``@lds``."""
     names = [f"%arg{n}" for n in range(pointers)]
     return _MODULE.format(
@@ -40,6 +43,8 @@ def module_text(body: str, pointers: int, block: int, grid: int = 1, lds: int = 
         arguments=", ".join(f"{n} : !llvm.ptr<1>" for n in names),
         block=block,
         grid=grid,
+        clusters="clusters in (%cluster, %one, %one) " if cluster > 1 else "",
+        cluster=cluster,
         shared=LDS.format(lds) if lds else "",
     )
 

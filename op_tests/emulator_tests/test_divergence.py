@@ -9,7 +9,7 @@ from .snippets import module_text, run_module
 
 pytestmark = pytest.mark.emulated
 
-# Lane l leaves the loop after l % 7 + 1 rounds; %square, a load, is made in the loop and used after.
+# Lane l leaves the loop after l % 7 + 1 rounds; %square is loaded in the loop and used after it.
 _LOOP = """
       %tid = rocdl.workitem.id.x : i32
       %zero = llvm.mlir.constant(0 : i32) : i32

@@ -128,3 +128,12 @@ def test_reverse(emulate):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "emulated kernels" in done.stdout
     assert "gfx950 reverse_0: 1 launches, read 1024 B, write 1024 B" in done.stdout
+
+
+def test_launches_through_the_projects_choke_point_are_emulated() -> None:
+    tensor_shim = pytest.importorskip("aiter.ops.flydsl.kernels.tensor_shim")
+    launcher = tensor_shim.kernel_builder(samples.build_reverse)(samples.ReverseKey(128))
+    x, out = torch.arange(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+    with emulated("gfx950"):
+        tensor_shim._run_compiled(launcher, out, x, 2, None)
+    assert torch.equal(out, x.view(2, 128).flip(1).reshape(-1))
