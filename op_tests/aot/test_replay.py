@@ -111,6 +111,25 @@ def test_a_mixed_row_gives_its_flydsl_stage_and_the_pair_served_here(tmp_path):
     assert {tile.k_waves for tile in stage1} == {1, 2}
 
 
+def test_what_is_served_here_is_built_where_a_mixed_rows_own_stage_is_refused(
+    tmp_path, monkeypatch
+):
+    def refuse(request: object, row: object) -> tuple:
+        if request.tokens > 12:  # type: ignore[attr-defined]
+            raise NotImplementedError("too many for this stage")
+        return ()
+
+    monkeypatch.setattr(replay_module, "mixed_row_launches", refuse)
+    found = replay(write_table(tmp_path / "t.csv", {"kernelName2": CK}))
+    texts = [str(event) for event in found.events]
+    assert any("[REFUSED]" in t and "M=13..16" in t and "too many for" in t for t in texts)
+    assert functions(found) >= {"build_sort", "build_stage1", "build_stage2"}
+    monkeypatch.setattr(replay_module, "served_range", lambda token, cap: (14, 16))
+    refused_everywhere = replay(write_table(tmp_path / "t.csv", {"kernelName2": CK}))
+    assert refused_everywhere.failed
+    assert functions(refused_everywhere) >= {"build_sort", "build_stage1", "build_stage2"}
+
+
 def test_token_counts_refused_to_the_default_caller_are_reported_with_their_range(table, runtime):
     def refuse(tokens: int, arguments: dict) -> None:
         if tokens > 13:

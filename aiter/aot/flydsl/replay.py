@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aiter import env
@@ -29,7 +29,7 @@ from .common import LaunchRequest, replay_env
 from .dry_run import Recorder, dry_run
 from .manifest import common_parts
 from .ranges import Survey, survey
-from .recipe import CallerTensors
+from .recipe import Call, CallerTensors
 from .rows import ArchRows, ScopedRow
 
 OK, SKIP, REFUSED, BISECT, FAIL = "OK", "SKIP", "REFUSED", "BISECT", "FAIL"
@@ -303,21 +303,30 @@ class _RowReplay:
             self._passed.append(label)
 
     def _ask(self, variant: CallerVariant, tokens: int) -> _Answer:
-        row = self._scoped.row
         self._recorder.take()  # what a call that failed midway left
         try:
-            call = self._calls.call(row, variant, tokens)
+            call = self._calls.call(self._scoped.row, variant, tokens)
             _fused_moe_impl(**call.arguments)
             launches = self._recorder.take()
-            if self._scoped.mixed:
-                launches += mixed_row_launches(call.request(self._target), row)
+            if not launches:
+                return _Answer(FAIL, reason="the runtime made no launch")
         except NotImplementedError as refusal:
             return _Answer(REFUSED, reason=str(refusal))
         except Exception as error:
             return _Answer(FAIL, reason=_described(error))
-        if not launches:
-            return _Answer(FAIL, reason="the runtime made no launch")
-        return _Answer(OK, frozenset(launches), launches)
+        answer = _Answer(OK, frozenset(launches), launches)
+        return self._with_own_stage(call, answer) if self._scoped.mixed else answer
+
+    def _with_own_stage(self, call: Call, served: _Answer) -> _Answer:
+        """`served` and the FlyDSL stage of a row whose other stage is another backend's."""
+        try:
+            stage = mixed_row_launches(call.request(self._target), self._scoped.row)
+        except NotImplementedError as refusal:
+            return replace(served, status=REFUSED, reason=f"the row's FlyDSL stage: {refusal}")
+        except Exception as error:
+            return replace(served, status=FAIL, reason=_described(error))
+        launches = served.launches + stage
+        return replace(served, asked=frozenset(launches), launches=launches)
 
 
 def _described(error: Exception) -> str:
