@@ -25,8 +25,9 @@ from aiter.ops.flydsl.kernels import (
 )
 from aiter.ops.flydsl.kernels.mx_gemm import MxTile
 from op_tests.emulator import EmulationError, emulated
-from op_tests.moe.cases import GFX950, MoeCase
+from op_tests.moe.cases import GFX950, MoeCase, routing
 from op_tests.moe.test_mx_family import A4W4, selector_of
+from op_tests.moe.test_sort import check, run_sort
 from op_tests.torch_moe import relative_l2
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -35,7 +36,6 @@ fused_moe_module = importlib.import_module("aiter.fused_moe")
 TOLERANCE = 1e-2
 SEEDS = (1, 2, 3)
 BUILDERS = {
-    "sort": moe_sort.build_sort,
     "quant": mx_quant_rows.build_quant_rows,
     "stage1": moe_stage1.build_stage1,
     "activate": moe_activate.build_activate,
@@ -43,22 +43,24 @@ BUILDERS = {
     "reduce": moe_reduce.build_reduce,
 }
 
-# Names that reach every kernel and every barrier: K split over waves and over workgroups,
-# a grid of fewer workgroups than items.
+# What reaches every barrier of the stages: K split over waves and over workgroups, tiles of
+# several waves, and a grid of fewer workgroups than items.
 PLANS = {
     "k_waves": (
-        f"flydsl_moe1_{A4W4}_t32x32x256_kw2_fp4",
-        f"flydsl_moe2_{A4W4}_t32x128x128_reduce",
+        ("fp8", "fp4"),
+        "flydsl_moe1_afp8_wfp4_bf16_t32x64x256_kw2_fp8",
+        "flydsl_moe2_afp8_wfp4_bf16_t32x128x128_reduce",
     ),
     "k_batch": (
+        ("fp4", "fp4"),
         f"flydsl_moe1_{A4W4}_t32x64x256_kb2_fp4",
         f"flydsl_moe2_{A4W4}_t16x128x256_atomic_sbm32",
     ),
 }
 
 
-def case() -> MoeCase:
-    return MoeCase.random(70, 1024, 256, 4, 2, "skewed", "fp4", "fp4")
+def case(plan: str) -> MoeCase:
+    return MoeCase.random(70, 1024, 256, 4, 2, "skewed", *PLANS[plan][0])
 
 
 @contextmanager
@@ -75,12 +77,12 @@ def rebuilt(builders: dict[str, Callable] = BUILDERS) -> Iterator[None]:
 
 def survives(monkeypatch: pytest.MonkeyPatch, plan: str) -> bool:
     """Whether the kernels as they are now still give the reference in every order tried."""
-    moe = case()
+    moe = case(plan)
     want = moe.reference()
-    selector = selector_of(moe, *PLANS[plan], 32, "separated")
-    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     # Few workgroups: each takes several items, so that one item can spoil the next one's LDS.
     monkeypatch.setattr("aiter.ops.flydsl.moe.selection.stage2_groups", lambda *args: 3)
+    selector = selector_of(moe, *PLANS[plan][1:], 32, "separated")
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     with rebuilt():
         for seed in SEEDS:
             try:
@@ -199,4 +201,37 @@ def test_a_wrong_stride_or_select_shows(monkeypatch, mutant):
 def test_the_real_kernels_survive(monkeypatch):
     for plan in PLANS:
         assert survives(monkeypatch, plan)
-    assert torch.isfinite(case().reference()).all()
+
+
+def sort_survives() -> bool:
+    """Whether the sort as it is now agrees with the reference, with experts in every wave."""
+    experts, block_m = 250, 16
+    g = torch.Generator().manual_seed(8)
+    ids = routing(96, 4, experts, "even", g)
+    weights = torch.rand(96, 4, generator=g)
+    with rebuilt({"sort": moe_sort.build_sort}):
+        for seed in range(8):
+            try:
+                with emulated(GFX950, order="random", seed=seed):
+                    result = run_sort(ids, weights, experts, block_m)
+                check(result, ids, weights, experts, block_m, 96)
+            except (EmulationError, AssertionError):
+                return False
+    return True
+
+
+def test_every_barrier_of_the_sort_is_needed(monkeypatch):
+    calls = []
+    original = fx.gpu.barrier
+    with monkeypatch.context() as patch:
+        patch.setattr(fx.gpu, "barrier", lambda: (calls.append(1), original())[1])
+        assert sort_survives()
+    total = len(calls)
+    alive = []
+    for left_out in range(total):
+        with monkeypatch.context() as patch:
+            patch.setattr(fx.gpu, "barrier", without_call(fx.gpu, "barrier", left_out))
+            if sort_survives():
+                alive.append(left_out)
+    print(f"sort barrier: {total - len(alive)} of {total} mutants killed, alive {alive}")
+    assert not alive

@@ -90,6 +90,13 @@ def store_bits(buffer: fx.Pointer, offset: fx.Int32, value: fx.Numeric | fx.Vect
     fx.rocdl.raw_ptr_buffer_store(as_ir_value(value), rsrc, fx.Int32(offset).ir_value(), zero)
 
 
+def add_bits(buffer: fx.Pointer, offset: fx.Int32, value: fx.Vector) -> None:
+    """Add `value`, two bf16, atomically at `offset` bytes of a bounds-checked buffer."""
+    rsrc = fx.rocdl.get_buffer_rsrc(buffer)
+    zero = fx.Int32(0).ir_value()
+    fx.rocdl.raw_ptr_buffer_atomic_fadd(as_ir_value(value), rsrc, fx.Int32(offset).ir_value(), zero)
+
+
 def load_word(address: fx.Int64, index: fx.Int32 | int) -> fx.Int32:
     """The i32 at `index` words from `address`, both wave-uniform, as a scalar."""
     return uniform(global_pointer(fx.Int32, address)[fx.Int32(index)])

@@ -272,7 +272,10 @@ def _local_ids(
         total = before + _inclusive_sum(key, sums, here, thread)
         if first + thread < global_experts:
             local[first + thread] = (here != 0).select(total - 1, fx.Int32(-1))
-        before = before + sums[fx.Int32(key.threads - 1)]
+        fx.gpu.barrier()
+        sums[thread] = total
+        fx.gpu.barrier()
+        before = sums[fx.Int32(key.threads - 1)]
         fx.gpu.barrier()
 
 
@@ -332,16 +335,16 @@ def _inclusive_sum(key: SortKey, sums: fx.Pointer, value: fx.Int32, thread: fx.I
     """Sum of `value` over this thread and all before it."""
     sums[thread] = value
     fx.gpu.barrier()
-    distance = 1
-    for _ in fx.range_constexpr((key.threads - 1).bit_length()):
+    rounds = (key.threads - 1).bit_length()
+    for i in fx.range_constexpr(rounds):
         before = fx.Int32(0)
-        if thread >= distance:
-            before = sums[thread - distance]
-        fx.gpu.barrier()
+        if thread >= 1 << i:
+            before = sums[thread - (1 << i)]
         value = value + before
-        sums[thread] = value
-        fx.gpu.barrier()
-        distance = distance * 2
+        if fx.const_expr(i + 1 < rounds):
+            fx.gpu.barrier()
+            sums[thread] = value
+            fx.gpu.barrier()
     return value
 
 

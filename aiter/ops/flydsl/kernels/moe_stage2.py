@@ -28,10 +28,12 @@ from dataclasses import dataclass
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
+from flydsl.expr.typing import T
 
 from .device import (
     CHUNK,
     LANES,
+    add_bits,
     div,
     global_buffer,
     global_pointer,
@@ -40,12 +42,17 @@ from .device import (
     mod,
     shared_bytes,
     shift_right,
+    store_bits,
     thread_in_wave,
     traced,
 )
 from .moe_routes import SLOT_SHIFT, TOKEN_MASK, item_to_block
 from .mx_gemm import SCALE_WORD_K, MxLoop, MxOperands, MxTile
 from .tensor_shim import kernel_builder
+
+_ROWS_AT_ONCE = 4  # of a wave on their way from LDS to memory
+# Rows are multiples of 512 bytes, so that a buffer of 32-bit offsets ends below this.
+_BEYOND = -256
 
 
 @dataclass(frozen=True)
@@ -261,31 +268,45 @@ def _lds_to_rows(
     tokens: fx.Int32,
     out: fx.Int64,
 ) -> None:
-    """Each wave takes whole rows: a lane has rows / 64 consecutive columns."""
+    """Each wave takes whole rows, four at a time: a lane has rows / 64 consecutive columns.
+
+    Padding rows get an offset beyond the buffer, which drops what they would store.
+    """
     tile = key.tile
     columns = tile.rows // LANES
     waves = tile.threads // LANES
+    slots = key.topk if key.epilogue == "reduce" else 1
     rows = _bf16_rows(key, lds, columns)
-    for row in range(wave, fx.Int32(tile.tile_m), fx.Int32(waves)):
-        route = load_word(sorted_ids, row0 + row)
-        token = route & TOKEN_MASK
-        if token < tokens:
-            out_row = fx.Int64(token)
+    row_bytes = 2 * key.model_dim
+    target = global_buffer(fx.Uint8, out, fx.Int64(tokens) * (slots * row_bytes), 2 * columns)
+    ids = global_pointer(fx.Int32, sorted_ids)
+    routes = [
+        ids[row0 + 64 * i + fx.min(lane, fx.Int32(min(tile.tile_m, LANES) - 1))]
+        for i in range(-(-tile.tile_m // LANES))
+    ]
+    column_offset = (n_block * tile.rows + lane * columns) * 2
+    for first in range(wave, fx.Int32(tile.tile_m), fx.Int32(waves * _ROWS_AT_ONCE)):
+        for i in fx.range_constexpr(_ROWS_AT_ONCE):
+            row = fx.Int32(first) + i * waves
+            route = _route(routes, row)
+            token = route & TOKEN_MASK
+            out_row = token
             if fx.const_expr(key.epilogue == "reduce"):
-                out_row = out_row * key.topk + fx.Int64(shift_right(route, SLOT_SHIFT))
-            column = n_block * tile.rows + lane * columns
-            target = global_pointer(
-                fx.BFloat16, out + (out_row * key.model_dim + fx.Int64(column)) * 2, 2 * columns
-            )
+                out_row = token * slots + shift_right(route, SLOT_SHIFT)
+            offset = out_row * row_bytes + column_offset
+            offset = (token < tokens).select(offset, fx.Int32(_BEYOND))
             values = rows[row, None, lane].load()
             if fx.const_expr(key.epilogue == "reduce"):
-                fx.generic_store(target, values)
+                store_bits(target, offset, values.bitcast(fx.Int32))
             else:
                 for pair in fx.range_constexpr(columns // 2):
-                    fx.atomic_add(
-                        target + 2 * pair,
-                        fx.Vector.from_elements(
-                            [values[2 * pair], values[2 * pair + 1]], fx.BFloat16
-                        ),
-                        syncscope=fx.rocdl.SyncScope.Agent,
+                    both = fx.Vector.from_elements(
+                        [values[2 * pair], values[2 * pair + 1]], fx.BFloat16
                     )
+                    add_bits(target, offset + 4 * pair, both)
+
+
+def _route(routes: list[fx.Int32], row: fx.Int32) -> fx.Int32:
+    """The sorted id of tile row `row` (uniform) out of the lanes that hold them."""
+    found = [fx.Int32(fx.rocdl.readlane(T.i32, held, mod(row, LANES))) for held in routes]
+    return found[0] if len(found) == 1 else (row < LANES).select(found[0], found[1])

@@ -20,9 +20,10 @@ Layouts, in bytes, `g = l div 16`:
     last step    the same without the prefetch
 
 One barrier a step is enough: a wave passes it only after every wave has finished reading the
-buffer that is filled next. Weights never touch LDS: each wave owns its weight rows, and its
-16 bytes a lane arrive in operand order. With `k_waves` > 1 groups of waves take consecutive
-parts of K, each with LDS buffers of its own, and `reduce_k_waves` adds their results.
+buffer that is filled next. A wave that has its activations to itself needs none. Weights never
+touch LDS: each wave owns its weight rows, and its 16 bytes a lane arrive in operand order.
+With `k_waves` > 1 groups of waves take consecutive parts of K, each with LDS buffers of its own,
+and `reduce_k_waves` adds their results.
 """
 
 from __future__ import annotations
@@ -274,7 +275,8 @@ class MxLoop(TraceObject):
     def _step(self, k: fx.Int32, stage: int, prefetch: bool) -> None:
         """Multiply step `k`, waiting in `stage`, and fetch step k + 1 into the other stage."""
         fx.rocdl.wait_asyncmark(0)
-        fx.gpu.barrier()
+        if self.tile.n_waves > 1:
+            fx.gpu.barrier()
         if prefetch:
             self._prefetch(k + 1, 1 - stage)
         self._multiply(k, stage)
@@ -372,7 +374,10 @@ class MxLoop(TraceObject):
         return fx.make_mma_atom(op)
 
     def reduce_k_waves(self) -> None:
-        """Add the accumulators of all K groups, through LDS; every group ends with the sum."""
+        """Add the accumulators of all K groups, through LDS; every group ends with the sum.
+
+        Every wave is past the main loop then, but waves may still read LDS where K is split.
+        """
         tile = self.tile
         fx.gpu.barrier()
         if tile.k_waves == 1:
@@ -395,4 +400,3 @@ class MxLoop(TraceObject):
                 part = partial[None, self.lane, i, self.wave_n, group].load()
                 total = part if total is None else total + part
             acc[None, i].store(total)
-        fx.gpu.barrier()
