@@ -75,7 +75,9 @@ def test_a_build_reports_what_it_did(shared):
 def test_a_complete_cache_passes_and_the_summary_says_so(shared):
     done = call("--csv", shared / "t.csv", "--cache-dir", shared / "cache", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"[OK] {shared}/t.csv:2: M=9..16" in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("[OK]")]
+    assert row.startswith(f"[OK] {shared}/t.csv:2 (interleave; ")
+    assert ": M=9..16, " in row
     assert "0 missing or damaged" in done.stdout
     assert "ms a job" in done.stdout
 
@@ -134,6 +136,21 @@ def test_output_that_nobody_reads_to_its_end_is_no_accident(shared):
     out, err = reader.communicate(timeout=60)
     assert len(out.splitlines()) == 1
     assert "Traceback" not in err
+
+
+def test_each_architecture_replays_in_a_process_of_its_own(capsys, tmp_path):
+    """A row no kernel serves yet fails under its own architecture, and the other's is served."""
+    table = write_table(tmp_path / "t.csv", {}, {"gfx": "gfx942", "cu_num": "80"})
+    code, log = call_here(capsys, "--csv", table, "--list", "--jobs", 1)
+    lines = log.splitlines()
+    assert any(line.startswith("gfx950: 1 rows") for line in lines)
+    assert any(line.startswith("gfx942: 1 rows") for line in lines)
+    failed = [line for line in lines if line.startswith("[FAIL]")]
+    assert code == (1 if failed else 0)
+    assert all("t.csv:3" in line and "gfx942" in line for line in failed)
+    code, log = call_here(capsys, "--csv", table, "--list", "--arch", "gfx950")
+    assert code == 0
+    assert "gfx942" not in log
 
 
 # ---------------------------------------------------------------- runs that cannot be made

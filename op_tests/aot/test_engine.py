@@ -259,7 +259,9 @@ build(requests, CONTEXTS, build_options(Path(sys.argv[1]), workers=2), quiet)
 """
 
 
-@pytest.mark.parametrize("moment", [1, 4, 9])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_a_build_killed_at_any_moment_is_finished_by_the_next(tmp_path, moment):
     parent = subprocess.Popen([sys.executable, "-c", BUILD, str(tmp_path)], start_new_session=True)
     deadline = time.monotonic() + 60
@@ -282,6 +284,7 @@ def test_a_build_killed_at_any_moment_is_finished_by_the_next(tmp_path, moment):
     assert contents(tmp_path) == contents(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_second_build_of_one_cache_waits_for_the_first(tmp_path):
     command = [sys.executable, "-c", BUILD, str(tmp_path)]
     both = [subprocess.Popen(command) for _ in range(2)]

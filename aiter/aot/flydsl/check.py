@@ -5,6 +5,7 @@ Compiles nothing, writes nothing and needs no linker: each distinct launch is tr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,12 @@ from pathlib import Path
 from . import manifest
 from .common import LaunchRequest
 from .compiling import Traced, TraceTask, cpu_seconds, trace_launch
-from .manifest import Artifact, Manifest, launch_id
+from .manifest import Manifest, launch_id
 from .pool import WorkerPool
 from .report import rows_text
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+_DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -98,31 +102,33 @@ def _difference(
     """Which part of the key parts this launch from the nearest artifact of its function."""
     same_launch = held.of_launch(request.gfx, launch_id(request.launch))
     if same_launch:
-        built = held.contexts[same_launch[0].context]
         mine = {**context, **manifest.common_parts(traced.key.parts)}
-        pairs = _pairs(mine, {name: built.get(name, "-") for name in mine})
-        names = list(pairs)
-        if not names:
-            return "the artifact of this build key has another key, though nothing recorded differs"
-        shown = "; ".join(f"{name} {pairs[name][0]}, built with {pairs[name][1]}" for name in names)
+        recorded = (held.contexts[artifact.context] for artifact in same_launch)
+        others = [{name: built.get(name, "-") for name in mine} for built in recorded]
+        shown = _shown(mine, _nearest(mine, others)) or "nothing that is recorded"
         return f"the artifact of this build key differs in {shown}"
-    fields = manifest.key_fields(request.launch.build.key)  # type: ignore[attr-defined]
+    key = manifest.key_fields(request.launch.build.key)  # type: ignore[attr-defined]
     function = traced.key.function_name
-    nearest = _nearest(fields, [a for a in held.artifacts.values() if a.function == function])
-    if nearest is None:
+    mine = {**key, "arch": request.gfx}
+    artifacts = [a for a in held.artifacts.values() if a.function == function]
+    if not artifacts:
         return f"no artifact of {function} was built"
-    pairs = _pairs({**fields, "arch": request.gfx}, {**nearest.key, "arch": nearest.gfx})
-    shown = "; ".join(
-        f"{name} {mine}, built with {theirs}" for name, (mine, theirs) in pairs.items()
-    )
-    return f"the nearest artifact of {function} differs in {shown or 'its signature'}"
+    nearest = _nearest(mine, [{**a.key, "arch": a.gfx} for a in artifacts])
+    return f"the nearest artifact of {function} differs in {_shown(mine, nearest) or 'its builder'}"
 
 
-def _nearest(fields: dict[str, str], artifacts: list[Artifact]) -> Artifact | None:
-    return min(artifacts, key=lambda artifact: len(_pairs(fields, artifact.key)), default=None)
+def _nearest(mine: dict[str, str], others: list[dict[str, str]]) -> dict[str, str]:
+    return min(others, key=lambda other: len(_differing(mine, other)))
 
 
-def _pairs(mine: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
+def _differing(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
     names = sorted(mine.keys() | theirs.keys())
-    pairs = {name: (mine.get(name, "-"), theirs.get(name, "-")) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return [name for name in names if mine.get(name) != theirs.get(name)]
+
+
+def _shown(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    short = lambda value: value[:_DIGEST_SHOWN] if _DIGEST.fullmatch(value) else value
+    return "; ".join(
+        f"{name} {short(mine.get(name, '-'))}, built with {short(theirs.get(name, '-'))}"
+        for name in _differing(mine, theirs)
+    )

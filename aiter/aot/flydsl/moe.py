@@ -146,8 +146,8 @@ def _run(options: _Options, executor: Executor | None) -> int:
     import_cpu_s = _import_for_workers()
     replays = _replay(selection, options, limit)
     for replay in replays:
-        for event in replay.events:
-            log(str(event))
+        for line in report.event_lines(replay):
+            log(line)
         log.notes(replay.notes)
     requests = [request for replay in replays for request in replay.requests]
     lines = report.replay_lines(selection, replays)

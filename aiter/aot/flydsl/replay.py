@@ -50,7 +50,7 @@ class ReplayTask:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of the log. row is file:line; caller the variant's label, or "" for a whole row."""
+    """Something to log. row: file:line; caller: a variant's label, "; " between several, or ""."""
 
     status: str
     row: str
@@ -94,8 +94,9 @@ class ArchReplay:
 class _Answer:
     """What the runtime said to one call. Two are equal that ask for the same launches.
 
-    status: OK, REFUSED or FAIL. launches: in the order made. reason: of a refusal or an error;
-    it may name M, so it is not compared.
+    status: OK, REFUSED or FAIL. launches: in the order made; of a mixed row those made here,
+    even if its own FlyDSL stage is refused. reason: of a refusal or an error; it may name M, so
+    it is not compared.
     """
 
     status: str
@@ -219,8 +220,8 @@ class _RowReplay:
             self._say(FAIL, "", problem)
         elif self._passed:
             tokens = f"M={served[0]}" if served[0] == served[1] else f"M={served[0]}..{served[1]}"
-            callers = ", ".join(self._passed)
-            self._say(OK, "", f"{tokens}, callers {callers}: {len(self._launches)} launches")
+            callers = "; ".join(self._passed)
+            self._say(OK, callers, f"{tokens}, {len(self._launches)} launches")
 
     def _say(self, status: str, caller: str, text: str) -> None:
         self._replayer.say(status, self._scoped, caller, text)

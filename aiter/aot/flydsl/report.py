@@ -53,6 +53,18 @@ def rows_text(rows: Sequence[str]) -> str:
     return ", ".join(rows[:_ROWS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def event_lines(replay: ArchReplay) -> list[str]:
+    """The log of a replay; what is to be said of several callers of a row is said once."""
+    callers: dict[tuple[str, str, str], list[str]] = {}
+    for event in replay.events:
+        callers.setdefault((event.status, event.row, event.text), []).append(event.caller)
+    lines = []
+    for (status, row, text), names in callers.items():
+        who = f" ({'; '.join(names)})" if any(names) else ""
+        lines.append(f"[{status}] {row}{who}: {text}")
+    return lines
+
+
 def replay_lines(selection: Selection, replays: Sequence[ArchReplay]) -> list[str]:
     """A paragraph an architecture: what was replayed, what came of it, what was left out."""
     lines = []
