@@ -97,6 +97,8 @@ def survives(monkeypatch: pytest.MonkeyPatch, plan: str) -> bool:
 
 def traced_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, plan: str) -> int:
     """How often tracing the plan's kernels calls `owner.name`."""
+    # The sort, which has a test of its own, is traced here and not again.
+    assert survives(monkeypatch, plan)
     calls = []
     original = getattr(owner, name)
     with monkeypatch.context() as patch:

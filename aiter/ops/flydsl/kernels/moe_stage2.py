@@ -120,7 +120,7 @@ def build_stage2(key: Stage2Key) -> flyc.JitFunction:
             loop.run(
                 _operands(key, loop, row0, n_block, expert, a2, w2, a2_scale, w2_scale), key.steps
             )
-            loop.reduce_k_waves()
+            fx.gpu.barrier()
             _tile_to_lds(key, loop, lds, weights, _biases(key, loop, n_block, expert, bias))
             fx.gpu.barrier()
             _lds_to_rows(key, lds, wave, lane, row0, n_block, sorted_ids, tokens, out)

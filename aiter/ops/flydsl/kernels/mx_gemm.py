@@ -376,12 +376,12 @@ class MxLoop(TraceObject):
     def reduce_k_waves(self) -> None:
         """Add the accumulators of all K groups, through LDS; every group ends with the sum.
 
-        Every wave is past the main loop then, but waves may still read LDS where K is split.
+        Waves may still read LDS when it returns.
         """
         tile = self.tile
-        fx.gpu.barrier()
         if tile.k_waves == 1:
             return
+        fx.gpu.barrier()
         vectors = tile.n_tiles * tile.m_tiles
         wave_words = 4 * LANES * vectors
         layout = fx.make_layout(

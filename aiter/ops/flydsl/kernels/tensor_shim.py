@@ -5,48 +5,59 @@ The key, a frozen dataclass, is everything that decides the code; equal keys giv
 launcher object. `BuildRef` names builder and key without holding either the launcher or a
 tensor, so it crosses process boundaries and any process can `rebuild` the launcher from it.
 
-`_run_compiled(launcher, *args)` does one of four things, tested in this order:
+`_run_compiled(launcher, *args)` does one of these, tested in this order:
 
     replay or emulation    the installed interceptor receives the launch; nothing is compiled
     compile-only, cold     compile and persist; nothing is launched or retained
     compile-only, warm     nothing
-    cold                   under a lock compile and execute once, retain the compiled function
-    warm                   dispatch the retained function with this call's arguments
+    cold                   under a lock compile and execute once, retain the launch path
+    warm                   launch with this call's arguments on the current device
 
-Retained functions belong to one launcher and one device. Arguments are positional in the
-launcher's own order, the stream included. Slots are addresses and numbers:
+What is retained belongs to one launcher and serves every thread and device; device code is
+loaded on a device at the first launch there. Neither a first call nor a first call on a device
+is possible while the stream is captured into a graph: warm up first. A warmed launcher keeps
+the environment and the hints it was compiled with; changing its hints after that is an error.
+
+Arguments are positional in the launcher's own order, the stream included:
 
     i64      an address: a tensor, an integer, or None for a null pointer
     i32      an integer, signed or unsigned
     f32      a float
+    tensor   a torch tensor of the type, rank and unit stride of the first call's, or what
+             flyc.from_torch_tensor made of one, which fixes its layout
     stream   None for the default stream, an integer handle, or an object with `cuda_stream`
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
-import struct
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-import flydsl.compiler as flyc
 import flydsl.expr as fx
 import torch
-from flydsl.compiler.jit_argument import resolve_signature
 from flydsl.compiler.jit_function import JitFunction
 
 from aiter import env
 from aiter.jit.utils.backend import ArtifactKey, artifact_key, own_launch
+from aiter.jit.utils.flydsl_private import (
+    compile_launcher,
+    compiled_texts,
+    runtime_library,
+    tensor_abi,
+)
 from aiter.jit.utils.toolkit import toolkit_env
 
-_SLOT_NAMES = {fx.Int64: "i64", fx.Int32: "i32", fx.Float32: "f32", fx.Stream: "stream"}
-_I32_RANGE = (-(1 << 31), (1 << 32) - 1)
-_I64_RANGE = (-(1 << 63), (1 << 64) - 1)
+from .host_entry import NOT_LOADED, REFUSED, HostEntry
+from .launch_args import check_count, described, name_of, plain_args, slots_of, zeros
 
 Interceptor = Callable[[JitFunction, tuple[Any, ...]], None]
 
@@ -98,17 +109,23 @@ def launch_of(launcher: JitFunction) -> Launch:
     """What `launcher` would be compiled as. Raises TypeError if no builder made it."""
     ref = getattr(launcher, "build_ref", None)
     if ref is None:
-        raise TypeError(f"{_name(launcher)} was not made by a @kernel_builder")
-    return Launch(ref, tuple(slot for _, slot in _slots(launcher)))
+        raise TypeError(f"{name_of(launcher)} was not made by a @kernel_builder")
+    return Launch(ref, tuple(slot for _, slot in slots_of(launcher)))
 
 
 def placeholder_args(launcher: JitFunction) -> list[Any]:
-    """Arguments that compile `launcher` without naming memory: zeros and the default stream."""
-    zero = {"i64": 0, "i32": 0, "f32": 0.0, "stream": None}
-    return [zero[slot] for _, slot in _slots(launcher)]
+    """Arguments that compile `launcher` without naming memory: zeros and the default stream.
+
+    Raises TypeError for a launcher that takes tensors, whose types are not known.
+    """
+    return zeros(launcher)
 
 
 # ---------------------------------------------------------------- compiling without starting
+
+# Compiling pins the architecture and the toolkit through the environment, and FlyDSL 0.5 crashes
+# when first calls race, so one thread at a time is cold.
+_cold = threading.RLock()
 
 
 def compile_artifact(launcher: JitFunction) -> None:
@@ -117,18 +134,19 @@ def compile_artifact(launcher: JitFunction) -> None:
     Raises DeviceLibraryError for a kernel that needs one, ToolkitError without a linker and
     FlyDSL's DSLCompileError. LLVM may abort the process instead: call it in a worker.
     """
-    with toolkit_env(), own_launch(), env.overlay({"COMPILE_ONLY": "1"}):
-        launcher(*_jit_args(launcher))
+    with _cold, toolkit_env(), own_launch(), env.overlay({"COMPILE_ONLY": "1"}):
+        launcher(*_jit_args(zeros(launcher)))
 
 
 def artifact_of(launcher: JitFunction) -> ArtifactKey:
     """The cache file `launcher` has for the pinned target, found by tracing alone."""
     with own_launch():
-        return artifact_key(launcher, tuple(_jit_args(launcher)))
+        return artifact_key(launcher, _jit_args(zeros(launcher)))
 
 
-def _jit_args(launcher: JitFunction) -> list[Any]:
-    return [*placeholder_args(launcher)[:-1], fx.Stream(None)]
+def _jit_args(args: list[Any]) -> tuple[Any, ...]:
+    """`args` as FlyDSL compiles them; it takes a stream of its own kind only."""
+    return (*args[:-1], fx.Stream(None))
 
 
 # ---------------------------------------------------------------- interception
@@ -161,153 +179,161 @@ def intercepted(handler: Interceptor) -> Iterator[None]:
         _mode.interceptor = outer
 
 
-# ---------------------------------------------------------------- argument slots
-
-
-def _name(launcher: JitFunction) -> str:
-    return getattr(launcher.func, "__name__", repr(launcher))
-
-
-def _slots(launcher: JitFunction) -> tuple[tuple[str, str], ...]:
-    """(parameter, slot kind) of a launcher in order. Raises TypeError for any other ABI."""
-    cached = launcher.__dict__.get("_abi_slots")
-    if cached is not None:
-        return cached
-    slots = []
-    for parameter in resolve_signature(launcher.func).parameters.values():
-        kind = _SLOT_NAMES.get(parameter.annotation)
-        if kind is None:
-            raise TypeError(
-                f"{_name(launcher)}: parameter {parameter.name!r} is {parameter.annotation!r}; "
-                "a launcher takes fx.Int64, fx.Int32, fx.Float32 and a trailing fx.Stream"
-            )
-        slots.append((parameter.name, kind))
-    if not slots or slots[-1][1] != "stream" or any(kind == "stream" for _, kind in slots[:-1]):
-        raise TypeError(f"{_name(launcher)}: the last parameter, and no other, must be the stream")
-    launcher._abi_slots = tuple(slots)
-    return launcher._abi_slots
-
-
-def _checked_int(launcher: JitFunction, position: int, value: object, bits: tuple[int, int]) -> int:
-    name = _slots(launcher)[position][0]
-    try:
-        number = value.__index__()  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        raise TypeError(
-            f"{_name(launcher)}: argument {position} ({name}) is {value!r}, not an integer"
-        ) from None
-    if not bits[0] <= number <= bits[1]:
-        raise OverflowError(
-            f"{_name(launcher)}: argument {position} ({name}) = {number} does not fit its slot"
-        )
-    return number
-
-
-def _pack(launcher: JitFunction, args: tuple[Any, ...]) -> list[Any]:
-    """`args` as the integers, floats and stream of the launcher's ABI.
-
-    Raises TypeError and OverflowError naming launcher, position and value.
-    """
-    packed = []
-    for position, ((name, slot), value) in enumerate(zip(_slots(launcher), args, strict=True)):
-        if slot == "i64":
-            if value is None:
-                value = 0
-            elif isinstance(value, torch.Tensor):
-                value = value.data_ptr()
-            value = _checked_int(launcher, position, value, _I64_RANGE)
-        elif slot == "i32":
-            value = _checked_int(launcher, position, value, _I32_RANGE)
-            value = value - (1 << 32) if value >= 1 << 31 else value
-        elif slot == "f32":
-            try:
-                value = struct.unpack("f", struct.pack("f", value))[0]
-            except (struct.error, OverflowError):
-                raise TypeError(
-                    f"{_name(launcher)}: argument {position} ({name}) is {value!r}, "
-                    "not a finite-range f32"
-                ) from None
-        elif value is not None and not isinstance(value, int) and not hasattr(value, "cuda_stream"):
-            raise TypeError(
-                f"{_name(launcher)}: the stream is {value!r}; pass None, a handle or an object "
-                "with cuda_stream"
-            )
-        packed.append(value)
-    return packed
-
-
-def _check_count(launcher: JitFunction, args: tuple[Any, ...]) -> None:
-    slots = _slots(launcher)
-    if len(args) != len(slots):
-        names = ", ".join(name for name, _ in slots)
-        raise TypeError(
-            f"{_name(launcher)} takes {len(slots)} arguments ({names}), got {len(args)}"
-        )
-
-
 # ---------------------------------------------------------------- dispatch
 
-
-class _Retained:
-    """Per-launcher state: the compiled function of each device and the lock of first calls."""
-
-    __slots__ = ("functions", "lock")
-
-    def __init__(self) -> None:
-        self.functions: dict[int, Callable[..., Any]] = {}
-        self.lock = threading.Lock()
-
-
-_attach_lock = threading.Lock()
 # The mapping behind os.environ: one dictionary read sees every later change, without the
 # encoding that os.environ.get does on each call.
 _environ = os.environ._data  # type: ignore[attr-defined]
+_COMPILE_ONLY = b"COMPILE_ONLY"
 _FALSE = (None, b"", b"0", b"false", b"False", b"no", b"off")
 
 
-def _retained(launcher: JitFunction) -> _Retained:
-    state = launcher.__dict__.get("_retained")
-    if state is None:
-        with _attach_lock:
-            state = launcher.__dict__.setdefault("_retained", _Retained())
-    return state
+class _Retained:
+    """A warmed launcher: its launch path and the hints it was compiled with."""
+
+    __slots__ = ("entry", "hints", "start")
+
+    def __init__(self, entry: HostEntry, hints: Mapping[str, Any]) -> None:
+        self.entry = entry
+        self.start = entry.start
+        self.hints = hints
 
 
-def _current_device() -> int:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-
-
-def _run_compiled(exe: JitFunction, *args: Any) -> None:
+def _run_compiled(exe: JitFunction, /, *args: Any, **keywords: Any) -> None:
     """Start `exe` with positional `args`, the stream last. See the module docstring.
 
-    Raises TypeError or OverflowError before anything is launched when the arguments do not
-    fit, and DriverError when the driver refuses the launch.
+    Raises TypeError or OverflowError before anything is launched when the arguments do not fit,
+    DriverError when the driver refuses the launch, and RuntimeError for hints changed after the
+    first call and for a first call while capturing a graph.
     """
-    _check_count(exe, args)
+    try:
+        retained = exe._retained
+    except AttributeError:
+        return _start_slowly(exe, args, keywords)
+    if (
+        _mode.interceptor is not None
+        or _COMPILE_ONLY in _environ
+        or exe.compile_hints is not retained.hints
+        or keywords
+    ):
+        return _start_slowly(exe, args, keywords)
+    status = retained.start(*args)
+    if status:
+        _not_started(exe, retained, args, status)
+    return None
+
+
+def _start_slowly(exe: JitFunction, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """`_run_compiled` in every state but the common one."""
+    check_count(exe, args, keywords)
     if _mode.interceptor is not None:
         _mode.interceptor(exe, args)
         return
-    packed = _pack(exe, args)
-    state = _retained(exe)
-    device = _current_device()
-    compile_only = _environ.get(b"COMPILE_ONLY") not in _FALSE
-    function = state.functions.get(device)
-    if function is not None:
-        if not compile_only:
-            function(*packed)
-        return
-    with state.lock:
-        function = state.functions.get(device)
-        if function is None:
-            function = _first_call(exe, packed)
-            if function is not None:
-                state.functions[device] = function
-            return
-    if not compile_only:
-        function(*packed)
+    plain = plain_args(exe, args)
+    retained = exe.__dict__.get("_retained")
+    if retained is None or exe.compile_hints is not retained.hints:
+        with _cold:
+            retained = exe.__dict__.get("_retained")
+            if retained is None:
+                _first_call(exe, plain)
+                return
+            _require_hints(exe, retained)
+    if _environ.get(_COMPILE_ONLY) in _FALSE:
+        status = retained.start(*plain)
+        if status:
+            _not_started(exe, retained, plain, status)
 
 
-def _first_call(exe: JitFunction, packed: list[Any]) -> Callable[..., Any] | None:
-    """Compile and execute once; None in compile-only mode, where only the cache is filled."""
+def _require_hints(exe: JitFunction, retained: _Retained) -> None:
+    if exe.compile_hints != retained.hints:
+        raise RuntimeError(
+            f"{name_of(exe)}: the compile hints became {dict(exe.compile_hints)} after the first "
+            f"launch with {dict(retained.hints)}; set them before it, or build another launcher"
+        )
+    exe.compile_hints = retained.hints
+
+
+def _first_call(exe: JitFunction, plain: list[Any]) -> None:
+    """Compile, launch once and retain; in compile-only mode only fill the cache."""
+    compile_only = _environ.get(_COMPILE_ONLY) not in _FALSE
     with toolkit_env(), own_launch():
-        return flyc.compile(exe, *packed)
+        if not compile_only:
+            _driver()
+            _refuse_capture(exe, plain[-1])
+        artifact = compile_launcher(exe, _jit_args(plain))
+    if compile_only:
+        return
+    slots = tuple(slot for _, slot in slots_of(exe))
+    tensors = tuple(
+        tensor_abi(value) if slot == "tensor" else None
+        for slot, value in zip(slots, plain, strict=True)
+    )
+    entry = HostEntry(artifact, name_of(exe), slots, tensors)
+    # What the launcher was compiled with can no longer be edited in place.
+    retained = _Retained(entry, MappingProxyType(dict(exe.compile_hints)))
+    try:
+        _not_started(exe, retained, described(exe, plain, tensors), NOT_LOADED)
+    except BaseException:
+        entry.unload()
+        raise
+    exe.compile_hints = retained.hints
+    exe._retained = retained
+
+
+def _not_started(exe: JitFunction, retained: _Retained, args: Sequence[Any], status: int) -> None:
+    """Do what the launch path could not: convert arguments, load device code, or raise."""
+    entry = retained.entry
+    if status == REFUSED:
+        check_count(exe, args, {})
+        args = described(exe, plain_args(exe, args), entry.tensors)
+        status = entry.start(*args)
+    if status == NOT_LOADED:
+        with _cold:
+            _refuse_capture(exe, args[-1])
+            _require_success(exe, entry.load(), "loading the code of")
+        status = entry.start(*args)
+    _require_success(exe, status, "launching")
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def _driver() -> Any:
+    try:
+        return runtime_library()
+    except OSError as error:
+        raise DriverError(f"there is no HIP driver to launch kernels with: {error}") from None
+
+
+def _require_success(exe: JitFunction, status: int, doing: str) -> None:
+    if status == 0:
+        return
+    driver = _driver()
+    driver.hipGetErrorName.restype = ctypes.c_char_p
+    error = (driver.hipGetErrorName(status) or b"?").decode()
+    kernels = dict.fromkeys(
+        re.findall(r"gpu\.launch_func[^@]*@\w+::@(\w+)", "".join(compiled_texts(exe)))
+    )
+    raise DriverError(
+        f"{doing} {', '.join(kernels)} of {name_of(exe)} failed with {error} ({status}); built by "
+        f"{getattr(exe, 'build_ref', 'no builder')}"
+    )
+
+
+def _refuse_capture(exe: JitFunction, stream: Any) -> None:
+    """Raise RuntimeError if the stream is being captured: nothing can be compiled or loaded."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    try:
+        query = runtime_library().hipStreamIsCapturing
+    except (OSError, AttributeError):
+        query = None
+    if query is not None:
+        handle = getattr(stream, "cuda_stream", stream)
+        answer = ctypes.c_int(0)
+        # An error means that another stream captures and the default one may not be asked.
+        capturing |= query(ctypes.c_void_p(handle), ctypes.byref(answer)) != 0 or answer.value != 0
+    if capturing:
+        raise RuntimeError(
+            f"the first launch of {name_of(exe)} on this device came while a graph is captured, "
+            "when nothing can be compiled or loaded; launch it once before capturing"
+        )
