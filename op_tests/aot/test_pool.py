@@ -62,6 +62,17 @@ def raising(number: int) -> int:
     raise ZeroDivisionError(f"task {number}")
 
 
+def printing(number: int) -> int:
+    os.write(1, f"task {number}\n".encode())
+    return number
+
+
+def printing_and_aborting(number: int) -> int:
+    os.write(1, b"at first\n")
+    os.write(2, b"LLVM ERROR: no such operand\n\n")
+    os.abort()
+
+
 def exiting(number: int) -> int:
     os._exit(7)
 
@@ -119,6 +130,23 @@ def test_a_worker_that_exits_is_told_from_one_that_was_killed():
     with WorkerPool(exiting, 1) as pool:
         (done,) = pool.run([0])
     assert "exited 7" in str(done.failure)
+
+
+def test_what_a_worker_last_printed_is_part_of_its_failure(capfd):
+    with WorkerPool(printing_and_aborting, 1) as pool:
+        (done,) = pool.run([0])
+    assert str(done.failure).startswith("the worker was killed by SIGABRT")
+    assert "it printed 'LLVM ERROR: no such operand'" in str(done.failure)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "at first\nLLVM ERROR: no such operand\n" in err
+
+
+def test_what_workers_print_never_reaches_standard_output(capfd):
+    with WorkerPool(printing, 1) as pool:
+        assert [done.result for done in pool.run([1, 2])] == [1, 2]
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "task 1\ntask 2\n")
 
 
 def test_a_task_that_overruns_is_killed_and_others_go_on():

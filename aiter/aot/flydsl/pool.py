@@ -2,8 +2,9 @@
 
 Workers are forked: what the parent imported costs them nothing, and each lives for many tasks.
 LLVM may abort the process it runs in, and the kernel may kill one that takes too much memory;
-either costs the task at hand a retry in a new worker and no other task anything. A task that
-overruns its time is killed with its worker and not tried again.
+either costs the task at hand a retry in a new worker and no other task anything, and what it last
+printed is part of the failure. A task that overruns its time is killed with its worker and not
+tried again.
 
 No worker outlives its parent, however the parent ends: the kernel is asked to kill it.
 """
@@ -15,6 +16,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -23,13 +26,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _FORK = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
+_OUTPUT_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,21 @@ class Done(Generic[T, R]):
 class _Worker:
     process: BaseProcess
     pipe: Connection
+    output: IO[bytes]
     entry: _Entry | None = None
     deadline: float = float("inf")
     served: int = 0
+    told: int = 0  # bytes of its output passed on
+
+    def pass_on_output(self) -> str:
+        """Repeat on standard error what it printed since the last time, and return that."""
+        # Not by reading the file object: its offset is the worker's too.
+        data = os.pread(self.output.fileno(), _OUTPUT_LIMIT, self.told)
+        self.told += len(data)
+        text = data.decode(errors="replace")
+        if text:
+            print(text, end="", file=sys.stderr, flush=True)
+        return text
 
 
 @dataclass
@@ -152,14 +168,17 @@ class WorkerPool(Generic[T, R]):
 
     def _start(self) -> _Worker:
         mine, theirs = _FORK.Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         process = _FORK.Process(
-            target=_serve, args=(self._function, theirs, mine, os.getpid()), daemon=True
+            target=_serve,
+            args=(self._function, theirs, mine, output.fileno(), os.getpid()),
+            daemon=True,
         )
         # Ctrl-C must find the child deaf from its first instruction, so it is held meanwhile.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
-            worker = _Worker(process, mine)
+            worker = _Worker(process, mine, output)
             self._workers.append(worker)
         finally:
             theirs.close()
@@ -175,6 +194,8 @@ class WorkerPool(Generic[T, R]):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         worker.process.join()
+        worker.pass_on_output()
+        worker.output.close()
         worker.pipe.close()
         self._workers.remove(worker)
 
@@ -196,6 +217,7 @@ class WorkerPool(Generic[T, R]):
             result, failure = worker.pipe.recv()
         except (EOFError, ConnectionResetError):
             return self._died(worker, entry, queue)
+        worker.pass_on_output()
         worker.entry = None
         worker.deadline = float("inf")
         worker.served += 1
@@ -209,12 +231,16 @@ class WorkerPool(Generic[T, R]):
     def _died(self, worker: _Worker, entry: _Entry, queue: deque[_Entry]) -> Done[T, R] | None:
         worker.process.join(5)
         code = worker.process.exitcode
+        printed = worker.pass_on_output().strip().splitlines()
         self._end(worker)
         if entry.attempts <= self._retries:
             queue.appendleft(entry)
             return None
         how = f"was killed by {_signal_name(-code)}" if code and code < 0 else f"exited {code}"
-        failure = Failure("died", f"the worker {how}", f"in each of {entry.attempts} attempts")
+        last_words = f"; it printed {printed[-1]!r}" if printed else ""
+        failure = Failure(
+            "died", f"the worker {how}", f"in each of {entry.attempts} attempts{last_words}"
+        )
         return Done(entry.task, None, failure, entry.attempts)
 
     def _overrun(self, worker: _Worker) -> Done[T, R]:
@@ -236,7 +262,11 @@ def _signal_name(number: int) -> str:
 
 
 def _serve(
-    function: Callable[[Any], Any], pipe: Connection, parents_end: Connection, parent: int
+    function: Callable[[Any], Any],
+    pipe: Connection,
+    parents_end: Connection,
+    output: int,
+    parent: int,
 ) -> None:
     parents_end.close()
     os.setpgid(0, 0)
@@ -245,7 +275,9 @@ def _serve(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    os.dup2(2, 1)  # standard output belongs to the parent's result
+    # The parent repeats it on standard error: standard output belongs to the parent's result.
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     while True:
         try:
             task = pipe.recv()
