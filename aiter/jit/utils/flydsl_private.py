@@ -7,6 +7,7 @@ importing this module under one fails with the remedy instead of half working.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -36,19 +37,27 @@ def require_version() -> str:
 FLYDSL_VERSION = require_version()
 
 from flydsl.compiler import backends as _backends  # noqa: E402
+from flydsl.compiler import jit_executor as _executor  # noqa: E402
 from flydsl.compiler import jit_function as _jit  # noqa: E402
+from flydsl.compiler.jit_argument import TorchTensorJitArg  # noqa: E402
 from flydsl.compiler.jit_function import JitFunction  # noqa: E402
 
 __all__ = [
     "FLYDSL_VERSION",
     "FlydslVersionError",
+    "HostModule",
     "JitFunction",
+    "TensorAbi",
     "TracedModule",
+    "compile_launcher",
+    "compiled_texts",
     "registered_backend",
     "replace_backend",
     "require_version",
+    "runtime_library",
     "split_before_binary",
     "symbols_of",
+    "tensor_abi",
     "trace",
 ]
 
@@ -154,3 +163,118 @@ def trace(launcher: JitFunction, args: tuple[Any, ...]) -> TracedModule:
 def compiled_texts(launcher: JitFunction) -> tuple[str, ...]:
     """Final module texts of what ``launcher`` compiled or loaded in this process, oldest first."""
     return tuple(artifact.ir for artifact in launcher._mem_cache.values())
+
+
+# ---------------------------------------------------------------- launching
+
+
+@dataclass(frozen=True)
+class TensorAbi:
+    """How a tensor argument was compiled: one entry a dimension, None where it may vary.
+
+    Sizes are i32 in the argument's slot, strides i64 if ``wide_strides`` else i32.
+    """
+
+    dtype: Any
+    shape: tuple[int | None, ...]
+    strides: tuple[int | None, ...]
+    wide_strides: bool
+
+
+def tensor_abi(value: Any) -> TensorAbi:
+    """How FlyDSL compiles ``value``, a torch tensor or what ``flyc.from_torch_tensor`` makes of it.
+
+    Raises RuntimeError for a tensor without a unit stride, which only the latter can pass.
+    """
+    argument = value if isinstance(value, TorchTensorJitArg) else TorchTensorJitArg(value)
+    spec = argument._ensure_spec()
+    either = lambda encoded: tuple(None if value < 0 else value for value in encoded)
+    return TensorAbi(
+        argument.dtype, either(spec.shape), either(spec.stride), not argument.use_32bit_stride
+    )
+
+
+def compile_launcher(launcher: JitFunction, args: tuple[Any, ...]) -> Any:
+    """Compile ``launcher`` for ``args``, or find it in a cache; the artifact, never started.
+
+    Raises what tracing and lowering raise, and RuntimeError where only FlyDSL itself can start
+    the result.
+    """
+    name = launcher.func.__name__
+    if _jit.ir.Context.current is not None:
+        raise RuntimeError(f"{name} was started while another launcher is being traced")
+    launcher._compile_only(*args)
+    _, artifact = launcher._last_compiled
+    if artifact._ktrace_traced or artifact._post_load_processors or artifact._uses_explicit_module:
+        raise RuntimeError(
+            f"{name} is compiled with ktrace or with initializers of its module, which only a call "
+            "of the launcher itself provides"
+        )
+    return artifact
+
+
+class HostModule:
+    """An artifact's host code together with more of our own, as machine code.
+
+    ``more`` writes functions of the LLVM dialect, given the types of the launcher's lowered
+    parameters; they call the launcher under its own name. Device code is loaded per device by
+    :meth:`load` and not before. A launch on a device that has none reports ``NOT_LOADED``
+    through ``flydslRuntimeTakeError``. What is loaded stays so for the life of the process,
+    because a captured graph may hold on to it; only :meth:`unload` takes it away.
+    """
+
+    NOT_LOADED = -2
+
+    def __init__(self, artifact: Any, more: Callable[[list[str]], str]) -> None:
+        # The engine uses the context to its end, so it is kept as long.
+        self._context = _jit._create_mlir_context()
+        with self._context:
+            module = _jit.ir.Module.parse(artifact.ir)
+            entry = _jit.ir.SymbolTable(module.operation)[artifact._entry]
+            parameters = [str(a.type) for a in entry.regions[0].blocks[0].arguments]
+            handler = _jit.ir.Attribute.parse('#fly.aot_module<"aiter", 0>')
+            for op in module.body.operations:
+                if op.operation.name == "gpu.binary":
+                    op.operation.attributes["offloadingHandler"] = handler
+            # A name of its own: an operation does not keep the module it came from.
+            source = _jit.ir.Module.parse(more(parameters))
+            for op in list(source.body.operations):
+                if op.operation.attributes["sym_name"] != entry.attributes["sym_name"]:
+                    module.body.append(op)
+            module.operation.verify()
+            self._engine = _executor.ExecutionEngine(
+                module, opt_level=2, shared_libs=_executor._resolve_runtime_libs()
+            )
+            self._engine.initialize()
+        self._status("aiter__module_init")
+
+    def address(self, function: str) -> int:
+        """Address of ``function(out: !llvm.ptr)``'s result, where it stores a pointer to out."""
+        result = ctypes.c_void_p()
+        self._call(function, ctypes.c_void_p(ctypes.addressof(result)))
+        return result.value or 0
+
+    def load(self) -> int:
+        """Load the device code on the current device, once; the driver's status."""
+        return self._status("aiter__module_load", ctypes.c_int32(-1))
+
+    def unload(self) -> int:
+        """Unload it from every device; the driver's status."""
+        return self._status("aiter__module_unload")
+
+    def _status(self, function: str, *args: Any) -> int:
+        result = ctypes.c_int32(0)
+        self._call(function, *args, result)
+        return result.value
+
+    def _call(self, function: str, *cells: Any) -> None:
+        addresses = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.raw_lookup(function))(addresses)
+
+
+def runtime_library() -> ctypes.CDLL:
+    """FlyDSL's runtime, through which the driver's functions are found too.
+
+    Raises OSError without a driver, where FlyDSL itself would end the process.
+    """
+    return ctypes.CDLL(_executor._resolve_runtime_libs()[0])

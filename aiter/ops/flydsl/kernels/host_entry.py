@@ -1,11 +1,13 @@
 """The launch path of one launcher: a Python builtin that FlyDSL's own LLVM compiles.
 
-    start(*args) -> 0, REFUSED, or a status of FlyDSL's runtime or the driver
+    start(*args) -> 0, HELD, REFUSED, or a status of FlyDSL's runtime or the driver
 
 It takes the arguments straight from the interpreter, stores each in its slot, releases the GIL
 and calls the launcher's lowered host function, which starts the kernels; then it returns the
 first error that FlyDSL's runtime recorded meanwhile. There is no buffer to share between
-threads: the slots are on the stack. Nothing is launched when it returns REFUSED.
+threads: the slots are on the stack. Nothing is launched when it returns HELD, because launches
+are being intercepted (`hold`) or COMPILE_ONLY is set, to whatever value; nor when it returns
+REFUSED.
 
 Why machine code: filling slots from Python costs more than the launch itself. A no-op through
 ctypes takes as long as 8 arguments through here (`benchmarks/dispatch.py`). The compiler is the
@@ -27,6 +29,7 @@ public C API, save that a type is read from the object's head.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +40,14 @@ from aiter.jit.utils.flydsl_private import HostModule, TensorAbi
 from .launch_args import DLPACK_TYPES, Described
 
 REFUSED = -1000
+HELD = -1001
 NOT_LOADED = HostModule.NOT_LOADED
+
+# What `start` looks at before it does anything: one word, and one key of the mapping behind
+# os.environ, which sees every later change without the encoding of os.environ.get.
+_held = ctypes.c_int64(0)
+ENVIRON = os.environ._data  # type: ignore[attr-defined]
+COMPILE_ONLY = b"COMPILE_ONLY"
 
 _METH_FASTCALL = 0x0080
 _STREAM_HANDLE = "cuda_stream"
@@ -57,11 +67,17 @@ _new_builtin = ctypes.PYFUNCTYPE(
 )(("PyCFunction_NewEx", ctypes.pythonapi))
 
 
+def hold(on: bool) -> None:
+    """Make every `start` of the process return HELD, or no longer."""
+    _held.value = on
+
+
 class HostEntry:
     """The launch path of one compiled launcher, for all threads and devices.
 
     `slots` are the kinds of the launcher's parameters, `tensors` the compiled layout of each
-    tensor among them and None for the others. `start` is the builtin of the module's docstring.
+    tensor among them and None for the others. `start` is the builtin of the module's docstring,
+    `launch` the same without looking whether launches are held.
     """
 
     def __init__(
@@ -73,11 +89,14 @@ class HostEntry:
     ) -> None:
         self.tensors = tensors
         self._module = HostModule(artifact, lambda types: _host_code(name, slots, tensors, types))
-        address = self._module.address("aiter_start_address")
-        # The builtin's `self` keeps the machine code and the method table for as long as it lives.
+        self.start = self._builtin(name, "aiter_start_address")
+        self.launch = self._builtin(name, "aiter_launch_address")
+
+    def _builtin(self, name: str, address_of: str) -> Callable[..., int]:
+        address = self._module.address(address_of)
         method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
-        owner = (self._module, method)
-        self.start: Callable[..., int] = _new_builtin(ctypes.addressof(method), owner, None)
+        # Its `self` keeps the machine code and the method table for as long as the builtin lives.
+        return _new_builtin(ctypes.addressof(method), (self._module, method), None)
 
     def load(self) -> int:
         """Load the device code on the current device, once; the driver's status."""
@@ -107,6 +126,7 @@ def _exchange_function() -> int:
 
 # Every function answers 0, or 1 for an object it does not take. `%o` is the object.
 _PRELUDE = """
+llvm.func @PyDict_Contains(!llvm.ptr, !llvm.ptr) -> i32
 llvm.func @PyErr_Clear()
 llvm.func @PyEval_SaveThread() -> !llvm.ptr
 llvm.func @PyEval_RestoreThread(!llvm.ptr)
@@ -434,7 +454,7 @@ def _host_code(
     return f"""{prelude}{"".join(helpers)}
 llvm.func @{name}({kinds})
 
-llvm.func @aiter_start(%self: !llvm.ptr, %args: !llvm.ptr, %count: i64) -> !llvm.ptr {{
+llvm.func @aiter_launch(%self: !llvm.ptr, %args: !llvm.ptr, %count: i64) -> !llvm.ptr {{
 {newline.join(allocate)}
   %zero = llvm.mlir.constant(0 : i32) : i32
   %refused = llvm.mlir.constant({REFUSED} : i64) : i64
@@ -460,8 +480,37 @@ llvm.func @aiter_start(%self: !llvm.ptr, %args: !llvm.ptr, %count: i64) -> !llvm
   llvm.return %object : !llvm.ptr
 }}
 
-llvm.func @aiter_start_address(%out: !llvm.ptr) {{
-  %address = llvm.mlir.addressof @aiter_start : !llvm.ptr
+llvm.func @aiter_start(%self: !llvm.ptr, %args: !llvm.ptr, %count: i64) -> !llvm.ptr {{
+  %none = llvm.mlir.constant(0 : i64) : i64
+  %not_held = llvm.mlir.constant(0 : i32) : i32
+  %word_bits = llvm.mlir.constant({ctypes.addressof(_held)} : i64) : i64
+  %environ_bits = llvm.mlir.constant({id(ENVIRON)} : i64) : i64
+  %key_bits = llvm.mlir.constant({id(COMPILE_ONLY)} : i64) : i64
+  %word_place = llvm.inttoptr %word_bits : i64 to !llvm.ptr
+  %environ = llvm.inttoptr %environ_bits : i64 to !llvm.ptr
+  %key = llvm.inttoptr %key_bits : i64 to !llvm.ptr
+  %word = llvm.load volatile %word_place : !llvm.ptr -> i64
+  %intercepted = llvm.icmp "ne" %word, %none : i64
+  %contains = llvm.call @PyDict_Contains(%environ, %key) : (!llvm.ptr, !llvm.ptr) -> i32
+  %compile_only = llvm.icmp "ne" %contains, %not_held : i32
+  %held = llvm.or %intercepted, %compile_only : i1
+  llvm.cond_br %held, ^held, ^launch
+^held:
+  %status = llvm.mlir.constant({HELD} : i64) : i64
+  %object = llvm.call @PyLong_FromLong(%status) : (i64) -> !llvm.ptr
+  llvm.return %object : !llvm.ptr
+^launch:
+  %result = llvm.call @aiter_launch(%self, %args, %count)
+      : (!llvm.ptr, !llvm.ptr, i64) -> !llvm.ptr
+  llvm.return %result : !llvm.ptr
+}}
+{_address_code("start")}{_address_code("launch")}"""
+
+
+def _address_code(function: str) -> str:
+    return f"""
+llvm.func @aiter_{function}_address(%out: !llvm.ptr) {{
+  %address = llvm.mlir.addressof @aiter_{function} : !llvm.ptr
   llvm.store %address, %out : !llvm.ptr, !llvm.ptr
   llvm.return
 }}

@@ -33,7 +33,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ from aiter.jit.utils.flydsl_private import (
 )
 from aiter.jit.utils.toolkit import toolkit_env
 
-from .host_entry import NOT_LOADED, REFUSED, HostEntry
+from .host_entry import COMPILE_ONLY, ENVIRON, HELD, NOT_LOADED, REFUSED, HostEntry, hold
 from .launch_args import check_count, described, name_of, plain_args, slots_of, zeros
 
 Interceptor = Callable[[JitFunction, tuple[Any, ...]], None]
@@ -173,54 +172,57 @@ def intercepted(handler: Interceptor) -> Iterator[None]:
     """
     outer = _mode.interceptor
     _mode.interceptor = handler
+    hold(True)
     try:
         yield
     finally:
         _mode.interceptor = outer
+        hold(outer is not None)
 
 
 # ---------------------------------------------------------------- dispatch
 
-# The mapping behind os.environ: one dictionary read sees every later change, without the
-# encoding that os.environ.get does on each call.
-_environ = os.environ._data  # type: ignore[attr-defined]
-_COMPILE_ONLY = b"COMPILE_ONLY"
 _FALSE = (None, b"", b"0", b"false", b"False", b"no", b"off")
 
 
-class _Retained:
-    """A warmed launcher: its launch path and the hints it was compiled with."""
+class _Warmed(JitFunction):
+    """What a launcher becomes at its first launch: its hints can no longer be changed.
 
-    __slots__ = ("entry", "hints", "start")
+    `_entry` is its launch path, `_start` the path's builtin, `_hints` what it was compiled with.
+    """
 
-    def __init__(self, entry: HostEntry, hints: Mapping[str, Any]) -> None:
-        self.entry = entry
-        self.start = entry.start
-        self.hints = hints
+    @property
+    def compile_hints(self) -> Mapping[str, Any]:
+        return self._hints
+
+    @compile_hints.setter
+    def compile_hints(self, hints: Mapping[str, Any]) -> None:
+        if hints != self._hints:
+            raise RuntimeError(
+                f"{name_of(self)} was launched with the compile hints {dict(self._hints)}, which "
+                f"cannot become {dict(hints)}: set them before, or build another launcher"
+            )
 
 
 def _run_compiled(exe: JitFunction, /, *args: Any, **keywords: Any) -> None:
     """Start `exe` with positional `args`, the stream last. See the module docstring.
 
     Raises TypeError or OverflowError before anything is launched when the arguments do not fit,
-    DriverError when the driver refuses the launch, and RuntimeError for hints changed after the
-    first call and for a first call while capturing a graph.
+    DriverError when the driver refuses the launch, and RuntimeError for a first call while a
+    graph is captured.
     """
     try:
-        retained = exe._retained
+        start = exe._start
     except AttributeError:
-        return _start_slowly(exe, args, keywords)
-    if (
-        _mode.interceptor is not None
-        or _COMPILE_ONLY in _environ
-        or exe.compile_hints is not retained.hints
-        or keywords
-    ):
-        return _start_slowly(exe, args, keywords)
-    status = retained.start(*args)
-    if status:
-        _not_started(exe, retained, args, status)
-    return None
+        start = _held_start
+    if keywords or (status := start(*args)) == HELD:
+        _start_slowly(exe, args, keywords)
+    elif status:
+        _not_started(exe, exe._entry, args, status)
+
+
+def _held_start(*args: Any) -> int:
+    return HELD
 
 
 def _start_slowly(exe: JitFunction, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -230,32 +232,18 @@ def _start_slowly(exe: JitFunction, args: tuple[Any, ...], keywords: dict[str, A
         _mode.interceptor(exe, args)
         return
     plain = plain_args(exe, args)
-    retained = exe.__dict__.get("_retained")
-    if retained is None or exe.compile_hints is not retained.hints:
+    if not isinstance(exe, _Warmed):
         with _cold:
-            retained = exe.__dict__.get("_retained")
-            if retained is None:
+            if not isinstance(exe, _Warmed):
                 _first_call(exe, plain)
                 return
-            _require_hints(exe, retained)
-    if _environ.get(_COMPILE_ONLY) in _FALSE:
-        status = retained.start(*plain)
-        if status:
-            _not_started(exe, retained, plain, status)
-
-
-def _require_hints(exe: JitFunction, retained: _Retained) -> None:
-    if exe.compile_hints != retained.hints:
-        raise RuntimeError(
-            f"{name_of(exe)}: the compile hints became {dict(exe.compile_hints)} after the first "
-            f"launch with {dict(retained.hints)}; set them before it, or build another launcher"
-        )
-    exe.compile_hints = retained.hints
+    if ENVIRON.get(COMPILE_ONLY) in _FALSE and (status := exe._entry.launch(*plain)):
+        _not_started(exe, exe._entry, plain, status)
 
 
 def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     """Compile, launch once and retain; in compile-only mode only fill the cache."""
-    compile_only = _environ.get(_COMPILE_ONLY) not in _FALSE
+    compile_only = ENVIRON.get(COMPILE_ONLY) not in _FALSE
     with toolkit_env(), own_launch():
         if not compile_only:
             _driver()
@@ -269,29 +257,29 @@ def _first_call(exe: JitFunction, plain: list[Any]) -> None:
         for slot, value in zip(slots, plain, strict=True)
     )
     entry = HostEntry(artifact, name_of(exe), slots, tensors)
-    # What the launcher was compiled with can no longer be edited in place.
-    retained = _Retained(entry, MappingProxyType(dict(exe.compile_hints)))
     try:
-        _not_started(exe, retained, described(exe, plain, tensors), NOT_LOADED)
+        _not_started(exe, entry, described(exe, plain, tensors), NOT_LOADED)
     except BaseException:
         entry.unload()
         raise
-    exe.compile_hints = retained.hints
-    exe._retained = retained
+    exe._entry = entry
+    # Read-only, so that the hints cannot be edited in place either.
+    exe._hints = MappingProxyType(dict(exe.compile_hints))
+    exe.__class__ = _Warmed
+    exe._start = entry.start
 
 
-def _not_started(exe: JitFunction, retained: _Retained, args: Sequence[Any], status: int) -> None:
+def _not_started(exe: JitFunction, entry: HostEntry, args: Sequence[Any], status: int) -> None:
     """Do what the launch path could not: convert arguments, load device code, or raise."""
-    entry = retained.entry
     if status == REFUSED:
         check_count(exe, args, {})
         args = described(exe, plain_args(exe, args), entry.tensors)
-        status = entry.start(*args)
+        status = entry.launch(*args)
     if status == NOT_LOADED:
         with _cold:
             _refuse_capture(exe, args[-1])
             _require_success(exe, entry.load(), "loading the code of")
-        status = entry.start(*args)
+        status = entry.launch(*args)
     _require_success(exe, status, "launching")
 
 
