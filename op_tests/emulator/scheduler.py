@@ -3,7 +3,7 @@
 A *group* is some workgroups side by side, each with its own LDS. In lock-step order all its waves
 form one batch; in random order every batch holds one wave of each of the workgroups (of those at
 one place in their clusters), a different one in each, and runs alone until a barrier, a sleep or
-its end.
+its end, or at random until the end of a segment.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .stats import KernelStats
 WORKGROUP, CLUSTER = -1, -3  # barrier ids
 LANES = 4096
 SLICE = 2048  # segments a batch runs before others get a turn
+PREEMPT = 0.1  # in random order, the chance that others run after a segment
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Runner(Batch):
             index, mask = chosen
             self._execute(self.code.segments[index], mask)
             steps += 1
+            if self.group.rng is not None and self.group.rng.random() < PREEMPT:
+                yield "turn"
             if steps >= SLICE:
                 self.asleep |= mask.reshape(self.count, self.width).any(axis=1)
                 self.suspended, steps = True, 0
