@@ -202,7 +202,7 @@ def _import_for_workers() -> float:
 
         dry_run.preload()
     except ImportError as error:
-        raise UsageError(f"{error}; the build needs torch and FlyDSL 0.5") from None
+        raise UsageError(f"{error}; install this project with its dependencies") from None
     share_with_workers()
     return _cpu_seconds()
 

@@ -85,6 +85,8 @@ def global_buffer(
 
 def store_bits(buffer: fx.Pointer, offset: fx.Int32, value: fx.Numeric | fx.Vector) -> None:
     """Store `value` at `offset` bytes of a bounds-checked buffer; beyond its end is dropped."""
+    if isinstance(value, fx.Vector) and value.numel == 1:
+        value = value[0]  # code generation knows no buffer store of a vector of one
     rsrc = fx.rocdl.get_buffer_rsrc(buffer)
     zero = fx.Int32(0).ir_value()
     fx.rocdl.raw_ptr_buffer_store(as_ir_value(value), rsrc, fx.Int32(offset).ir_value(), zero)
