@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aiter.ops.flydsl.kernels import moe_sort
-from aiter.ops.flydsl.kernels.moe_sort import SortKey, build_sort
+from aiter.ops.flydsl.kernels.moe_sort import build_sort, sort_key
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from aiter.ops.flydsl.moe.sizes import sort_capacity, sort_chunks
 from op_tests.moe.cases import routing
@@ -26,11 +26,11 @@ def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None, mask=
     }
     phases = ("all",) if chunks == 1 else ("count", "offsets", "place")
     keys = [
-        SortKey(
+        sort_key(
             phase,
-            experts,
-            topk,
-            block_m,
+            experts=experts,
+            topk=topk,
+            block_m=block_m,
             local_tokens=local_tokens is not None,
             masked=mask is not None,
             zero=zero is not None,

@@ -41,28 +41,43 @@ PHASES = ("all", "count", "offsets", "place")
 
 @dataclass(frozen=True)
 class SortKey:
-    """Everything that decides the code of one phase of the sort."""
+    """Everything that decides the code of one phase of the sort. Made by `sort_key`."""
 
     phase: str
-    experts: int
+    threads: int  # one an expert, in whole waves
     topk: int
-    block_m: int
+    block_m: int  # 0 where the phase does not ask
     local_tokens: bool  # the number of real tokens is read from the device
     masked: bool  # expert ids are global and masked
     zero: bool
 
-    def __post_init__(self) -> None:
-        if self.phase not in PHASES or not 0 < self.experts <= MAX_EXPERTS:
-            raise ValueError(f"{self}: phase one of {PHASES}, experts up to {MAX_EXPERTS}")
 
-    @property
-    def threads(self) -> int:
-        """One thread an expert, in whole waves."""
-        return max(256, -(-self.experts // LANES) * LANES)
+def sort_key(
+    phase: str,
+    *,
+    experts: int,
+    topk: int,
+    block_m: int,
+    local_tokens: bool = False,
+    masked: bool = False,
+    zero: bool = False,
+) -> SortKey:
+    """The key of a phase; what reaches no code of that phase is left out of it.
 
-    @property
-    def zeroes(self) -> bool:
-        return self.zero and self.phase in ("all", "count")
+    Raises ValueError for an unknown phase or more experts than a workgroup has threads.
+    """
+    if phase not in PHASES or not 0 < experts <= MAX_EXPERTS:
+        raise ValueError(f"phase {phase!r} of {PHASES}, {experts} experts of {MAX_EXPERTS}")
+    pads, reads = phase in ("all", "offsets"), phase != "offsets"
+    return SortKey(
+        phase=phase,
+        threads=max(256, -(-experts // LANES) * LANES),
+        topk=topk,
+        block_m=block_m if pads else 0,
+        local_tokens=local_tokens,
+        masked=masked and reads,
+        zero=zero and phase in ("all", "count"),
+    )
 
 
 @kernel_builder
@@ -98,7 +113,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         if fx.const_expr(key.masked):
             local = shared.allocate(fx.Array[fx.Int32, MAX_GLOBAL_EXPERTS, 16]).peek().ptr
         if group >= chunks:
-            if fx.const_expr(key.zeroes):
+            if fx.const_expr(key.zero):
                 _zero(key, zero, zero_chunks, group - chunks, thread)
         else:
             real = tokens
@@ -192,7 +207,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         stream: fx.Stream,
     ):
         # One workgroup finds the offsets of all chunks; elsewhere a workgroup is a chunk.
-        groups = chunks + ZERO_GROUPS if key.zeroes else chunks
+        groups = chunks + ZERO_GROUPS if key.zero else chunks
         if key.phase == "offsets":
             groups = fx.Int32(1)
         moe_sort(

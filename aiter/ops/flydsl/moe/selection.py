@@ -15,7 +15,7 @@ from aiter.jit.tuned import FmoeTable, TunedRow
 from aiter.ops.flydsl.kernel_names import KernelName, backend_of, parse
 from aiter.ops.flydsl.kernels.moe_activate import ActivateKey, build_activate
 from aiter.ops.flydsl.kernels.moe_reduce import ReduceKey
-from aiter.ops.flydsl.kernels.moe_sort import SortKey
+from aiter.ops.flydsl.kernels.moe_sort import SortKey, sort_key
 from aiter.ops.flydsl.kernels.moe_stage1 import Stage1Key, build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import Stage2Key, build_stage2
 from aiter.ops.flydsl.kernels.mx_quant_rows import QuantKey
@@ -129,8 +129,8 @@ def _row_names(row: TunedRow, request: MoeRequest) -> tuple[KernelName, KernelNa
 def _sort_keys(request: MoeRequest, block_m: int, zero: bool) -> Iterator[SortKey]:
     one = sort_chunks(request.tokens, request.topk) == 1
     for phase in ("all",) if one else ("count", "offsets", "place"):
-        yield SortKey(
-            phase=phase,
+        yield sort_key(
+            phase,
             experts=request.experts,
             topk=request.topk,
             block_m=block_m,

@@ -38,6 +38,7 @@ from aiter.ops.flydsl.kernel_names import (
     MxmoeG2Name,
 )
 from aiter.ops.flydsl.kernels.moe_activate import ActivateKey
+from aiter.ops.flydsl.kernels.moe_sort import MAX_EXPERTS
 from aiter.ops.flydsl.kernels.moe_stage1 import Stage1Key
 from aiter.ops.flydsl.kernels.moe_stage2 import Stage2Key
 from aiter.ops.flydsl.kernels.mx_gemm import CHUNK, FORMATS, LANES, MxTile
@@ -73,6 +74,10 @@ def unsupported(request: MoeRequest) -> str | None:
         (
             request.caller.gate_mode != GateMode.MOCK_GATE_ONLY,
             "gate-only weights are not supported",
+        ),
+        (
+            request.experts <= MAX_EXPERTS,
+            f"{request.experts} experts, the sort takes {MAX_EXPERTS}",
         ),
         (1 <= request.topk <= 17, f"top-{request.topk}"),
         (request.model_dim % 256 == 0, f"model_dim {request.model_dim} is no multiple of 256"),
