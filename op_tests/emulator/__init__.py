@@ -14,10 +14,10 @@ and addresses are those of the real kernel. From the entry inwards:
     code       operations decoded to closures            program    the module as plain data
     ops_*      the operations, one concern a file        formats    low precision floats
 
-    code       operations decoded to closures            program    the lowered module as data
-show what LLVM makes of the module: registers, hazards, the exact order of float sums, or one-ulp
-differences of native functions. What the compiler's own wait insertion would mend (a register load
-used too early) cannot go wrong here; a copy to LDS that nothing waits for does.
+It shows wrong numbers, wild and unwritten accesses, missing barriers and waits, and deadlocks. It
+cannot show what LLVM makes of the module: registers, hazards, the exact order of float sums, or
+one-ulp differences of native functions. What the compiler's own wait insertion would mend (a
+register load used too early) cannot go wrong here; a copy to LDS that nothing waits for does.
 
 ``emulated`` and ``EmulationError`` are what tests import; everything else is internal.
 """
