@@ -17,6 +17,7 @@ from aiter.jit.tables import (
     RawRow,
     RawTable,
     Source,
+    TableError,
     fill_gfx,
     merge_tables,
     microseconds,
@@ -31,6 +32,9 @@ DTYPE_NAMES = frozenset(
     {"bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz"}
     | {"float4_e2m1fn_x2", "int8", "int4", "uint8"}
 )
+
+# Rows with it name one expert whose weights have a precision of their own.
+SHARED_EXPERT_COLUMN = "shared_expert_id"
 
 # Rows marked as a substitute for kernels that were missing when they were tuned.
 FALLBACK_TAG = "flydsl_fallback"
@@ -108,10 +112,23 @@ def load_fmoe(paths: Iterable[Path]) -> FmoeTable:
 
     Rows tagged ``flydsl_fallback`` are left out. Raises TableError.
     """
-    tables = [_without_fallback(fill_gfx(read_table(path, REQUIRED_COLUMNS))) for path in paths]
+    tables = [_without_fallback(fill_gfx(_read_fmoe(path))) for path in paths]
     merged = merge_tables(tables, KEY_COLUMNS)
     rows = tuple(map(parse_row, merged.rows))
     return FmoeTable(rows, merged.defects, merged.conflicts)
+
+
+def _read_fmoe(path: Path) -> RawTable:
+    table = read_table(path, REQUIRED_COLUMNS)
+    if SHARED_EXPERT_COLUMN in table.columns:
+        raise TableError(
+            path,
+            f"its rows are of MoE with a shared expert ({SHARED_EXPERT_COLUMN}), whose kernels "
+            "are not built yet",
+            "give a table without that column",
+            line=1,
+        )
+    return table
 
 
 def _without_fallback(table: RawTable) -> RawTable:

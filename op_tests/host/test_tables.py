@@ -253,6 +253,13 @@ class TestTypedRows:
         assert [row.block_m for row in by_activation.values()] == [32, 64, 64]
         assert table.lookup(type(key)(**{**vars(key), "token": 128})) is None
 
+    def test_a_table_of_shared_expert_rows_is_not_taken_for_one_of_ordinary_rows(
+        self, tmp_path: Path
+    ):
+        row = {**ROW, "shared_expert_id": "384"}
+        with pytest.raises(TableError, match="shared expert"):
+            self._load(tmp_path, row, columns=list(row))
+
     def test_no_tables_are_a_table_of_no_rows(self):
         assert load_fmoe([]).rows == ()
 
