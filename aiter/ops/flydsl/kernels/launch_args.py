@@ -151,8 +151,9 @@ def _address(where: str, value: Any) -> int:
 
 
 def _float(where: str, value: Any) -> float:
+    # Little-endian, because the native format turns a number that is too large into infinity.
     try:
-        return struct.unpack("f", struct.pack("f", value))[0]
+        return struct.unpack("<f", struct.pack("<f", value))[0]
     except (struct.error, OverflowError):
         raise TypeError(f"{where} is {value!r}, not a finite-range f32") from None
 

@@ -1,0 +1,1 @@
+"""`tensor_shim._run_compiled` against the recording driver: what is launched, when, with what."""
