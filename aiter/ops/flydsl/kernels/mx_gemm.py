@@ -28,7 +28,9 @@ and `reduce_k_waves` adds their results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import flydsl.expr as fx
 
@@ -36,6 +38,7 @@ from .device import CHUNK, LANES, TraceObject, div, mod, shift_right, traced
 
 MFMA_K = 128
 SCALE_BLOCK = 32
+_TWO_WAVES = 240  # registers of a lane, by `MxTile.vgprs`, with which a SIMD holds two waves
 SCALE_WORD_K = 256  # one 32-bit word a lane holds the scales of 32 rows x 256 k
 
 
@@ -147,10 +150,19 @@ class MxTile:
         return max(loop, self.acc_bytes * self.k_waves if self.k_waves > 1 else 0)
 
     @property
+    def w_stages(self) -> int:
+        """Register stages of weights: two, so that loads are a whole step ahead, or one, refilled
+        block by block, where two would leave a SIMD with a single wave."""
+        return 2 if self._registers(2) <= _TWO_WAVES else 1
+
+    @property
     def vgprs(self) -> int:
-        """Registers a lane keeps through the loop: accumulators, two weight stages, operands."""
+        """Registers a lane keeps through the loop: accumulators, weight stages, operands."""
+        return self._registers(self.w_stages)
+
+    def _registers(self, w_stages: int) -> int:
         acc = 4 * self.m_tiles * self.n_tiles
-        weights = 2 * self.n_tiles * self.k_blocks * 4 * self.w.runs
+        weights = w_stages * self.n_tiles * self.k_blocks * 4 * self.w.runs
         scales = 2 * (self.n_tiles // 2 + self.a_scale_words)
         operands = 4 * self.a.runs * min(self.m_tiles, 4)
         row_offsets = self.stage_bytes // (CHUNK * LANES * self.n_waves)
@@ -227,7 +239,7 @@ class MxLoop(TraceObject):
         self.a_tiles = fx.flat_divide(staged, (16, CHUNK))
         self.acc = fx.make_rmem_tensor((4, tile.n_tiles, tile.m_tiles), fx.Float32)
         self.w_frag = fx.make_rmem_tensor(
-            (CHUNK * tile.w.runs, tile.n_tiles, tile.k_blocks, 2), fx.Uint8
+            (CHUNK * tile.w.runs, tile.n_tiles, tile.k_blocks, tile.w_stages), fx.Uint8
         )
         self.w_scale = fx.make_rmem_tensor((1, tile.n_tiles // 2, 2), fx.Int32)
         self.a_scale = fx.make_rmem_tensor((1, tile.a_scale_words, 2), fx.Int32)
@@ -263,7 +275,10 @@ class MxLoop(TraceObject):
         self.operands = operands
         self.acc.fill(0)
         first = first + self.wave_k * steps
-        self._prefetch(first, 0)
+        self._fetch_a(first, 0)
+        for block in range(self.tile.k_blocks):
+            self._fetch_w(first, block, 0)
+        self._fetch_scales(first, 0)
         pairs = (steps - 1) // 2
         if fx.const_expr(pairs > 0):
             for pair in range(fx.Int32(0), fx.Int32(pairs)):
@@ -278,12 +293,21 @@ class MxLoop(TraceObject):
         if self.tile.n_waves > 1:
             fx.gpu.barrier()
         if prefetch:
-            self._prefetch(k + 1, 1 - stage)
-        self._multiply(k, stage)
+            self._fetch_a(k + 1, 1 - stage)
+            if self.tile.w_stages == 2:
+                for block in range(self.tile.k_blocks):
+                    self._fetch_w(k + 1, block, 1 - stage)
+            self._fetch_scales(k + 1, 1 - stage)
+        for block, multiply in enumerate(self._multiplications(k, stage)):
+            multiply()
+            if prefetch and self.tile.w_stages == 1:
+                # The block's registers are free for the next step only now.
+                fx.rocdl.sched_barrier(0)
+                self._fetch_w(k + 1, block, 0)
         # Operands of the next step wait for its barrier: fetched earlier they only cost registers.
         fx.rocdl.sched_barrier(0)
 
-    def _prefetch(self, k: fx.Int32, stage: int) -> None:
+    def _fetch_a(self, k: fx.Int32, stage: int) -> None:
         tile, op = self.tile, self.operands
         for i, offset in enumerate(op.a_chunks):
             filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + stage * tile.stage_bytes
@@ -294,17 +318,23 @@ class MxLoop(TraceObject):
                 soffset=k * tile.a_row_bytes,
             )
         fx.rocdl.asyncmark()
+
+    def _fetch_w(self, k: fx.Int32, block: int, stage: int) -> None:
+        tile, op = self.tile, self.operands
         block_bytes = CHUNK * LANES * tile.w.runs
         for n, offset in enumerate(op.w_tiles):
-            for block in range(tile.k_blocks):
-                for run in range(tile.w.runs):
-                    at = op.w + (self.lane * CHUNK + block * block_bytes + run * CHUNK * LANES)
-                    fx.copy(
-                        self.load_w,
-                        fx.make_view(at, fx.make_layout(CHUNK, 1)),
-                        self._w_run(n, block, run, stage),
-                        soffset=offset + k * (tile.k_blocks * block_bytes),
-                    )
+            frag = fx.get_iter(self.w_frag[None, n, block, stage])
+            for run in range(tile.w.runs):
+                at = op.w + (self.lane * CHUNK + block * block_bytes + run * CHUNK * LANES)
+                fx.copy(
+                    self.load_w,
+                    fx.make_view(at, fx.make_layout(CHUNK, 1)),
+                    fx.make_view(frag + run * CHUNK, fx.make_layout(CHUNK, 1)),
+                    soffset=offset + k * (tile.k_blocks * block_bytes),
+                )
+
+    def _fetch_scales(self, k: fx.Int32, stage: int) -> None:
+        tile, op = self.tile, self.operands
         word = div(k * tile.tile_k, SCALE_WORD_K) * LANES
         for words, rows, frag in (
             (op.w_scale, op.w_scale_rows, self.w_scale),
@@ -318,11 +348,8 @@ class MxLoop(TraceObject):
                     soffset=row + word,
                 )
 
-    def _w_run(self, n: int, block: int, run: int, stage: int) -> fx.Tensor:
-        frag = self.w_frag[None, n, block, stage]
-        return fx.make_view(fx.get_iter(frag) + run * CHUNK, fx.make_layout(CHUNK, 1))
-
-    def _multiply(self, k: fx.Int32, stage: int) -> None:
+    def _multiplications(self, k: fx.Int32, stage: int) -> list[Callable[[], None]]:
+        """Step `k`'s scaled MFMA, one function a 128-wide block of k."""
         tile, op = self.tile, self.operands
         w_words = [self.w_scale[None, i, stage].load()[0] for i in range(tile.n_tiles // 2)]
         a_words = [self.a_scale[None, i, stage].load()[0] for i in range(tile.a_scale_words)]
@@ -332,21 +359,29 @@ class MxLoop(TraceObject):
             half = mod(k, 2) * 16
             w_words = [shift_right(word, half) for word in w_words]
             a_words = [shift_right(word, half) for word in a_words]
-        for block in range(tile.k_blocks):
-            for m in range(tile.m_tiles):
-                a_frag = self._load_a(m, block, stage)
-                for n in range(tile.n_tiles):
-                    acc = self.acc[None, n, m]
-                    word, half = tile.w_scale_of(n)
-                    fx.gemm(
-                        self._mfma(2 * block + half, 2 * block + m % 2),
-                        acc,
-                        self.w_frag[None, n, block, stage],
-                        a_frag,
-                        acc,
-                        scale_a=w_words[word],
-                        scale_b=a_words[m // 2],
-                    )
+        return [
+            partial(self._multiply, block, stage, w_words, a_words)
+            for block in range(tile.k_blocks)
+        ]
+
+    def _multiply(
+        self, block: int, stage: int, w_words: list[fx.Int32], a_words: list[fx.Int32]
+    ) -> None:
+        tile = self.tile
+        for m in range(tile.m_tiles):
+            a_frag = self._load_a(m, block, stage)
+            for n in range(tile.n_tiles):
+                acc = self.acc[None, n, m]
+                word, half = tile.w_scale_of(n)
+                fx.gemm(
+                    self._mfma(2 * block + half, 2 * block + m % 2),
+                    acc,
+                    self.w_frag[None, n, block, stage % tile.w_stages],
+                    a_frag,
+                    acc,
+                    scale_a=w_words[word],
+                    scale_b=a_words[m // 2],
+                )
 
     def _load_a(self, m: int, block: int, stage: int) -> fx.Tensor:
         """A lane's operand: 16-byte run r holds the chunk 4 r + l div 16 of the block."""
