@@ -1,0 +1,1 @@
+"""The models that have mono kernels, one folder each."""

@@ -1,0 +1,64 @@
+"""The persistent grid that every layer kernel runs on, and how a stage's tasks fall on it.
+
+One workgroup a compute unit, all of them resident at once: stages hand over by polling memory, so
+a workgroup that is not running while another waits for it would never be waited out. A stage is a
+table of `count` tasks; workgroup `b` does tasks b, b + blocks, b + 2 * blocks, ...
+
+`blocks` is a parameter everywhere because tests emulate small grids; a device always has `BLOCKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+BLOCKS = 256
+THREADS = 512
+LANES = 64
+WAVES = THREADS // LANES
+LDS_BYTES = 160 << 10
+
+
+def ceil_div(count: int, by: int) -> int:
+    """count / by rounded up, for count >= 0 and by > 0."""
+    return -(-count // by)
+
+
+def round_up(count: int, to: int) -> int:
+    """The smallest multiple of `to` that is at least `count`."""
+    return ceil_div(count, to) * to
+
+
+def rounds(count: int, blocks: int = BLOCKS) -> int:
+    """How many tasks the busiest workgroup has of `count`."""
+    return ceil_div(count, blocks)
+
+
+def tasks_of(block: int, count: int, blocks: int = BLOCKS) -> range:
+    """The tasks of `count` that workgroup `block` does, in order."""
+    if not 0 <= block < blocks:
+        raise ValueError(f"there is no workgroup {block} among {blocks}")
+    return range(block, count, blocks)
+
+
+def idle_share(count: int, blocks: int = BLOCKS) -> float:
+    """The share of the grid's task slots that `count` tasks leave empty, in [0, 1)."""
+    return 1 - count / (rounds(count, blocks) * blocks) if count else 0.0
+
+
+def offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each kind of task starts in a table that holds `counts` of them, then the total."""
+    return tuple(accumulate(counts, initial=0))
+
+
+def split(work: int, tasks: int, unit: int = 1) -> tuple[range, ...]:
+    """`work` items in `tasks` consecutive runs of near equal length, cut at multiples of `unit`.
+
+    A run is empty when there are fewer units than tasks. Raises ValueError unless `unit` divides
+    `work`.
+    """
+    if work % unit:
+        raise ValueError(f"{work} items are not whole units of {unit}")
+    units = work // unit
+    cuts = [unit * (units * task // tasks) for task in range(tasks + 1)]
+    return tuple(range(low, high) for low, high in pairwise(cuts))

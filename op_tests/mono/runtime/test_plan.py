@@ -1,0 +1,138 @@
+"""Task tables, build keys, layouts and shards: the arithmetic that needs no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atom.mono.plan import execution
+from atom.mono.plan.build_key import key_tuple, source_digest, symbol_field, symbol_params
+from atom.mono.plan.layout import ALIGN, Layout
+from atom.mono.plan.shard import replicated, shard
+from atom.mono.plan.trace import Space
+
+
+@given(count=st.integers(0, 3000), blocks=st.integers(1, 300))
+def test_every_task_is_done_once_and_by_nobody_more_often_than_rounds_says(count: int, blocks: int):
+    done = [list(execution.tasks_of(b, count, blocks)) for b in range(blocks)]
+    assert sorted(task for tasks in done for task in tasks) == list(range(count))
+    assert max(map(len, done)) == execution.rounds(count, blocks)
+    slots = execution.rounds(count, blocks) * blocks
+    assert execution.idle_share(count, blocks) == pytest.approx((slots - count) / max(slots, 1))
+
+
+@given(units=st.integers(0, 500), tasks=st.integers(1, 70), unit=st.integers(1, 128))
+def test_a_split_covers_the_work_in_near_equal_runs_of_whole_units(
+    units: int, tasks: int, unit: int
+):
+    runs = execution.split(units * unit, tasks, unit)
+    assert [i for run in runs for i in run] == list(range(units * unit))
+    assert {len(run) % unit for run in runs} == {0}
+    assert max(map(len, runs)) - min(map(len, runs)) <= unit
+
+
+def test_a_split_that_cuts_a_unit_is_refused():
+    with pytest.raises(ValueError, match="not whole units"):
+        execution.split(100, 4, 64)
+
+
+def test_a_workgroup_outside_the_grid_is_refused():
+    with pytest.raises(ValueError, match="no workgroup 256"):
+        execution.tasks_of(256, 10)
+
+
+def test_offsets_end_with_the_total():
+    assert execution.offsets((3, 0, 5)) == (0, 3, 3, 8)
+
+
+@dataclass(frozen=True)
+class Key:
+    tokens: int = symbol_field("t")
+    eps: float = 1e-6
+    debug: bool = symbol_field("dbg", default=False)
+
+
+@dataclass
+class Loose:
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Holding:
+    tokens: list
+
+
+def test_only_marked_fields_are_in_the_symbol():
+    assert symbol_params(Key(4)) == {"t": 4, "dbg": False}
+
+
+def test_a_key_tuple_changes_with_every_field_and_with_the_sources():
+    keys = [Key(4), Key(8), Key(4, 1e-5), Key(4, debug=True)]
+    assert len({key_tuple(key, digest) for key in keys for digest in ("a", "b")}) == 8
+
+
+@pytest.mark.parametrize("key", [Loose(), Holding([1]), 3])
+def test_a_key_that_could_change_is_refused(key: object):
+    with pytest.raises(TypeError):
+        key_tuple(key, "")
+
+
+def test_a_source_digest_follows_contents_and_names(tmp_path: Path):
+    def digest(name: str, text: str) -> str:
+        folder = tmp_path / f"{name}-{len(text)}"
+        folder.mkdir()
+        (folder / name).write_text(text)
+        (folder / "notes.txt").write_text(text)
+        return source_digest(folder)
+
+    assert len({digest("a.py", "x"), digest("a.py", "xy"), digest("b.py", "x")}) == 3
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "a.py").write_text("x")
+    assert source_digest(tmp_path / "moved") == source_digest(tmp_path / "a.py-1")
+
+
+def test_no_source_is_an_error(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        source_digest(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        source_digest(tmp_path / "gone.py")
+
+
+def test_regions_are_aligned_disjoint_and_found_by_offset():
+    layout = Layout(Space.PEER)
+    placed = [layout.place(f"r{i}", size) for i, size in enumerate((1, ALIGN, ALIGN + 1, 8))]
+    assert [r.offset for r in placed] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
+    assert layout.nbytes == 5 * ALIGN
+    for region in placed:
+        assert (
+            layout.at(region.offset) is layout.at(region.end - 1) is layout[region.name] is region
+        )
+    assert layout.at(1) is None
+    assert layout.at(layout.nbytes) is None
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("r", 8), ("s", 0)])
+def test_a_region_twice_or_of_no_bytes_is_refused(name: str, nbytes: int):
+    layout = Layout(Space.SCRATCH)
+    layout.place("r", 8)
+    with pytest.raises(ValueError, match=name):
+        layout.place(name, nbytes)
+
+
+def test_shards_of_all_ranks_make_up_the_whole():
+    assert [i for rank in range(4) for i in shard(64, 4, rank)] == list(range(64))
+    with pytest.raises(ValueError, match="heads: 6 cannot be divided equally among 4"):
+        shard(6, 4, 0, "heads")
+    with pytest.raises(ValueError, match="no rank 4 of 4"):
+        shard(8, 4, 4)
+
+
+def test_fewer_items_than_ranks_are_shared_by_neighbours():
+    assert [replicated(2, 4, rank)[0] for rank in range(4)] == [0, 0, 1, 1]
+    assert replicated(8, 4, 1) == range(2, 4)
+    with pytest.raises(ValueError, match="cannot share 3"):
+        replicated(3, 4, 0)
