@@ -30,19 +30,36 @@ TOKENS = (*(1 << i for i in range(15)), *TIERS)
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's experts on one device: D, I, E and top-k, and the gate/up layout it loads."""
+    """A model's experts on one device: D, I, E and top-k, its types and activation."""
 
     model_dim: int
     inter_dim: int
     experts: int
     topk: int
-    gate_mode: GateMode = GateMode.INTERLEAVE
+    a_dtype: str = FP8
+    w_dtype: str = FP4
+    activation: ActivationType = ActivationType.Silu
+
+    @property
+    def gate_mode(self) -> GateMode:
+        """Loaders interleave gate and up for fp8 activations."""
+        return GateMode.INTERLEAVE if self.a_dtype == FP8 else GateMode.SEPARATED
 
 
 # File -> the shapes its rows are for.
 TABLES = {
-    # DeepSeek-V4: experts split over four devices by inter_dim, and over eight by expert.
+    # DeepSeek-V4 with inter_dim split to 512 a device, and with experts split over eight devices.
     "dsv4_a8w4_tuned_fmoe.csv": (Shape(7168, 512, 384, 6), Shape(7168, 3072, 48, 6)),
+    # GLM-5 with its shared expert as one more, over eight and over four devices.
+    "glm5_a4w4_tuned_fmoe.csv": (
+        Shape(6144, 256, 257, 9, FP4),
+        Shape(6144, 512, 257, 9, FP4),
+    ),
+    "glm5_mxfp8_tuned_fmoe.csv": (Shape(6144, 256, 257, 9, FP8, FP8),),
+    # GPT-OSS, on one device; its experts have biases.
+    "gptoss_a4w4_tuned_fmoe.csv": (Shape(3072, 3072, 128, 4, FP4, FP4, ActivationType.Swiglu),),
+    # Kimi-K3, over eight devices.
+    "kimik3_a4w4_tuned_fmoe.csv": (Shape(3584, 384, 896, 16, FP4, FP4, ActivationType.Situv2),),
 }
 
 
@@ -56,9 +73,9 @@ def _row(shape: Shape, tokens: int, target: Target) -> dict[str, object]:
         experts=shape.experts,
         topk=shape.topk,
         dtype="bfloat16",
-        a_dtype=FP8,
-        w_dtype=FP4,
-        activation=ActivationType.Silu,
+        a_dtype=shape.a_dtype,
+        w_dtype=shape.w_dtype,
+        activation=shape.activation,
         quant_type=QuantType.per_1x32,
         use_g1u1=True,
         doweight_stage1=False,

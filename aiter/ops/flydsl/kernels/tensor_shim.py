@@ -35,7 +35,7 @@ import functools
 import importlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -55,7 +55,7 @@ from aiter.jit.utils.flydsl_private import (
 )
 from aiter.jit.utils.toolkit import toolkit_env
 
-from .host_entry import COMPILE_ONLY, ENVIRON, HELD, NOT_LOADED, REFUSED, HostEntry, hold
+from .host_entry import ADDRESS, COMPILE_ONLY, ENVIRON, NOT_LOADED, HostEntry, fast_path, hold
 from .launch_args import check_count, described, name_of, plain_args, slots_of, zeros
 
 Interceptor = Callable[[JitFunction, tuple[Any, ...]], None]
@@ -188,7 +188,7 @@ _FALSE = (None, b"", b"0", b"false", b"False", b"no", b"off")
 class _Warmed(JitFunction):
     """What a launcher becomes at its first launch: its hints can no longer be changed.
 
-    `_entry` is its launch path, `_start` the path's builtin, `_hints` what it was compiled with.
+    `_entry` is its launch path and `_hints` what it was compiled with.
     """
 
     @property
@@ -204,29 +204,8 @@ class _Warmed(JitFunction):
             )
 
 
-def _run_compiled(exe: JitFunction, /, *args: Any, **keywords: Any) -> None:
-    """Start `exe` with positional `args`, the stream last. See the module docstring.
-
-    Raises TypeError or OverflowError before anything is launched when the arguments do not fit,
-    DriverError when the driver refuses the launch, and RuntimeError for a first call while a
-    graph is captured.
-    """
-    try:
-        start = exe._start
-    except AttributeError:
-        start = _held_start
-    if keywords or (status := start(*args)) == HELD:
-        _start_slowly(exe, args, keywords)
-    elif status:
-        _not_started(exe, exe._entry, args, status)
-
-
-def _held_start(*args: Any) -> int:
-    return HELD
-
-
-def _start_slowly(exe: JitFunction, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """`_run_compiled` in every state but the common one."""
+def _run_slowly(exe: JitFunction, /, *args: Any, **keywords: Any) -> None:
+    """`_run_compiled` in full; it comes here in every state but the common one."""
     check_count(exe, args, keywords)
     if _mode.interceptor is not None:
         _mode.interceptor(exe, args)
@@ -237,8 +216,8 @@ def _start_slowly(exe: JitFunction, args: tuple[Any, ...], keywords: dict[str, A
             if not isinstance(exe, _Warmed):
                 _first_call(exe, plain)
                 return
-    if ENVIRON.get(COMPILE_ONLY) in _FALSE and (status := exe._entry.launch(*plain)):
-        _not_started(exe, exe._entry, plain, status)
+    if ENVIRON.get(COMPILE_ONLY) in _FALSE:
+        _launch(exe, exe._entry, plain)
 
 
 def _first_call(exe: JitFunction, plain: list[Any]) -> None:
@@ -258,7 +237,7 @@ def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     )
     entry = HostEntry(artifact, name_of(exe), slots, tensors)
     try:
-        _not_started(exe, entry, described(exe, plain, tensors), NOT_LOADED)
+        _launch(exe, entry, plain)
     except BaseException:
         entry.unload()
         raise
@@ -266,21 +245,38 @@ def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     # Read-only, so that the hints cannot be edited in place either.
     exe._hints = MappingProxyType(dict(exe.compile_hints))
     exe.__class__ = _Warmed
-    exe._start = entry.start
+    setattr(exe, ADDRESS, entry.address)
 
 
-def _not_started(exe: JitFunction, entry: HostEntry, args: Sequence[Any], status: int) -> None:
-    """Do what the launch path could not: convert arguments, load device code, or raise."""
-    if status == REFUSED:
-        check_count(exe, args, {})
-        args = described(exe, plain_args(exe, args), entry.tensors)
-        status = entry.launch(*args)
+def _launch(exe: JitFunction, entry: HostEntry, plain: list[Any]) -> None:
+    """Launch, after loading the device code where the current device has none yet."""
+    args = described(exe, plain, entry.tensors)
+    status = entry.launch(*args)
     if status == NOT_LOADED:
         with _cold:
             _refuse_capture(exe, args[-1])
             _require_success(exe, entry.load(), "loading the code of")
         status = entry.launch(*args)
     _require_success(exe, status, "launching")
+
+
+def _launch_failed(exe: JitFunction, status: int) -> None:
+    _require_success(exe, status, "launching")
+
+
+_run_compiled = fast_path(
+    "_run_compiled",
+    _run_slowly,
+    _launch_failed,
+    """_run_compiled(exe, /, *args)
+--
+
+Start `exe` with positional `args`, the stream last. See the module's docstring.
+
+Raises TypeError or OverflowError before anything is launched when the arguments do not fit,
+DriverError when the driver refuses the launch, and RuntimeError for a first call while a
+graph is captured.""",
+)
 
 
 # ---------------------------------------------------------------- the driver

@@ -39,11 +39,8 @@ def stage2_epilogue(tuned: str, tokens: int, topk: int, model_dim: int, force_re
     reduce = tuned == "reduce" or force_reduce or tokens * row_bytes > BUFFER_BYTES
     if not reduce:
         return "atomic"
-    needed = tokens * topk * row_bytes
-    if needed > BUFFER_BYTES:
-        raise NotImplementedError(
-            f"stage 2 would reduce {needed} bytes of route rows, beyond 32-bit offsets"
-        )
+    if tokens * topk * row_bytes > BUFFER_BYTES:
+        raise NotImplementedError("stage 2 would reduce route rows beyond 32-bit offsets")
     return "reduce"
 
 
