@@ -1,0 +1,239 @@
+"""Mailbox words: how stages and ranks hand over.
+
+A word is 8 bytes, the value in the low 32 bits and a tag in the high ones, written and read by
+one access, so a reader that sees the tag it waits for has the value too and no fence is needed.
+Words in scratch are accessed at device scope, words in peers' memory at system scope.
+
+A debug build gives up after so many tries, or as soon as another wait has: it leaves a record and
+goes on with whatever the word holds, so that the kernel ends. Records are i32:
+
+    diag[0]                  waits given up (a wave may count several)
+    diag[4 + 4 i ... ]       record i: wait id, word index, tag wanted, tag found
+
+The wait id is a region's number in `WAITS`, plus `PEER_ID` and the absent rank for what a peer
+sends: id = number + PEER_ID * (rank + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flydsl.expr as fx
+
+from aiter.ops.flydsl.kernels.device import TraceObject, global_pointer, traced, uniform
+from atom.mono.plan.trace import Kind, Space, note
+
+WORD = 8  # bytes
+DIAG_RECORDS = 63
+DIAG_BYTES = 16 * (DIAG_RECORDS + 1)
+PEER_ID = 256
+
+# Names of wait ids, by number.
+WAITS = (
+    "normed1",
+    "qkv",
+    "normed2",
+    "activated",
+    "q",
+    "index_q",
+    "inserted",
+    "block_scores",
+    "selected",
+    "attended",
+    "logits",
+    "route_ids",
+    "route_weights",
+    "attn_sums",
+    "ffn_sums",
+    "test",
+)
+
+_RELAXED = fx.AtomicOrdering.Monotonic
+_SCOPES = {Space.SCRATCH: fx.rocdl.SyncScope.Agent, Space.PEER: None}
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """A wait that a debug build gave up: `rank` is the absent rank, None within a rank."""
+
+    region: str
+    rank: int | None
+    word: int
+    wanted: int
+    found: int
+
+    def __str__(self) -> str:
+        whom = "" if self.rank is None else f" from rank {self.rank}"
+        return f"{self.region}[{self.word}]{whom}: tag {self.wanted} wanted, {self.found} found"
+
+
+def wait_records(diag: list[int]) -> list[WaitRecord]:
+    """What the i32 words of a diag buffer say."""
+    records = []
+    for i in range(min(diag[0], DIAG_RECORDS)):
+        wait, word, wanted, found = diag[4 + 4 * i : 8 + 4 * i]
+        rank = wait // PEER_ID - 1 if wait >= PEER_ID else None
+        records.append(WaitRecord(WAITS[wait % PEER_ID], rank, word, wanted, found))
+    return records
+
+
+class Waits(TraceObject):
+    """How long a kernel waits: without end, or in debug builds for `polls` tries."""
+
+    def __init__(self, diag: fx.Int64, debug: bool, polls: int) -> None:
+        self.diag, self.debug, self.polls = diag, debug, polls
+
+    def given_up(self) -> fx.Int32:
+        """How many waits have been given up so far, by anyone."""
+        return fx.generic_load(
+            global_pointer(fx.Int32, self.diag),
+            memory_order=_RELAXED,
+            syncscope=fx.rocdl.SyncScope.Agent,
+        )
+
+    @traced
+    def record(self, wait: fx.Int32, word: fx.Int32, wanted: fx.Int32, found: fx.Int32) -> None:
+        """Note a wait that was given up; called by one lane or several."""
+        number = fx.atomic_add(
+            global_pointer(fx.Int32, self.diag),
+            fx.Int32(1),
+            syncscope=fx.rocdl.SyncScope.Agent,
+        )
+        if number < DIAG_RECORDS:
+            at = global_pointer(fx.Int32, self.diag + fx.Int64(number) * 16 + 16)
+            at[0] = wait
+            at[1] = word
+            at[2] = wanted
+            at[3] = found
+
+
+def release(space: Space = Space.SCRATCH) -> None:
+    """Make what this wave stored visible before any word it pushes from here on."""
+    fx.memory_fence(syncscope=_SCOPES[space], ordering=fx.AtomicOrdering.Release)
+
+
+def acquire(space: Space = Space.SCRATCH) -> None:
+    """After a poll: see what was stored before the `release` of the word that was polled."""
+    fx.memory_fence(syncscope=_SCOPES[space], ordering=fx.AtomicOrdering.Acquire)
+
+
+class Words(TraceObject):
+    """The mailbox words of a region from `address` on, tagged `tag`.
+
+    `rank` is set for the part of a peer region that this rank polls and that rank writes.
+    """
+
+    def __init__(
+        self,
+        region: str,
+        space: Space,
+        address: fx.Int64,
+        tag: fx.Int32,
+        waits: Waits,
+        rank: int | None = None,
+    ) -> None:
+        self.region, self.space, self.address, self.tag, self.waits = (
+            region,
+            space,
+            address,
+            tag,
+            waits,
+        )
+        self.wait_id = WAITS.index(region) + (0 if rank is None else PEER_ID * (rank + 1))
+
+    def push(self, index: fx.Int32, value: fx.Int32) -> None:
+        """Write the word at `index`."""
+        note(self.region, self.space, Kind.PUSH)
+        low = fx.Int64(fx.Uint64(fx.Uint32(value)))
+        word = low | (fx.Int64(self.tag) << 32)
+        fx.generic_store(
+            global_pointer(fx.Int64, self.address + fx.Int64(index) * WORD),
+            word,
+            memory_order=_RELAXED,
+            syncscope=_SCOPES[self.space],
+        )
+
+    def push_float(self, index: fx.Int32, value: fx.Float32) -> None:
+        """Write an f32."""
+        self.push(index, value.bitcast(fx.Int32))
+
+    def push_pair(self, index: fx.Int32, low: fx.Float32, high: fx.Float32) -> None:
+        """Write two f32, rounded to bf16, as one word."""
+        pair = fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16)
+        self.push(index, pair.bitcast(fx.Int32)[0])
+
+    def poll(self, index: fx.Int32) -> fx.Int32:
+        """Wait for the word at `index` and return its value."""
+        return self.poll_run(index, 1)[0]
+
+    def poll_float(self, index: fx.Int32) -> fx.Float32:
+        """The same for an f32."""
+        return self.poll(index).bitcast(fx.Float32)
+
+    def poll_run(
+        self, index: fx.Int32, count: int, wanted: fx.Boolean | None = None
+    ) -> list[fx.Int32]:
+        """Wait for `count` (1, 2 or 4) words from `index` on. Lanes that are not `wanted` get 0
+        without waiting; their index must still be one of the region's."""
+        note(self.region, self.space, Kind.POLL)
+        held = _await(self, self.address + fx.Int64(index) * WORD, count, index, wanted)
+        values = [fx.Int32(held[i]) for i in range(count)]
+        if wanted is not None:
+            values = [wanted.select(value, fx.Int32(0)) for value in values]
+        return values
+
+
+def _load(words: Words, at: fx.Int64, count: int) -> fx.Vector:
+    held = [
+        fx.generic_load(
+            global_pointer(fx.Int64, at + WORD * i),
+            memory_order=_RELAXED,
+            syncscope=_SCOPES[words.space],
+        )
+        for i in range(count)
+    ]
+    return fx.Vector.from_elements(held, fx.Int64)
+
+
+def _tag_of(word: fx.Int64) -> fx.Int32:
+    return fx.Int32(fx.Uint64(word) >> fx.Uint64(32))
+
+
+def _missing(words: Words, held: fx.Vector, count: int, wanted: fx.Boolean | None) -> fx.Int32:
+    """0 when every word of `held` has the tag."""
+    missing = _tag_of(held[0]) ^ words.tag
+    for i in range(1, count):
+        missing = missing | (_tag_of(held[i]) ^ words.tag)
+    return missing if wanted is None else wanted.select(missing, fx.Int32(0))
+
+
+@traced
+def _await(
+    words: Words, at: fx.Int64, count: int, index: fx.Int32, wanted: fx.Boolean | None
+) -> fx.Vector:
+    held = _load(words, at, count)
+    missing = _missing(words, held, count, wanted)
+    waits = words.waits
+    if fx.const_expr(waits.debug):
+        tries = fx.Int32(0)
+        while (missing != 0) & (tries < waits.polls):
+            fx.rocdl.s_sleep(1)
+            held = _load(words, at, count)
+            missing = _missing(words, held, count, wanted)
+            tries = (waits.given_up() != 0).select(fx.Int32(waits.polls), tries + 1)
+        # One record a wave: its first lane that misses something.
+        if missing != 0:
+            if uniform(index) == index:
+                waits.record(fx.Int32(words.wait_id), index, words.tag, _tag_of(held[0]))
+    else:
+        while missing != 0:
+            fx.rocdl.s_sleep(1)
+            held = _load(words, at, count)
+            missing = _missing(words, held, count, wanted)
+    return held
+
+
+def pair_floats(word: fx.Int32) -> tuple[fx.Float32, fx.Float32]:
+    """The two bf16 of a word as f32."""
+    return (word << 16).bitcast(fx.Float32), (word & -65536).bitcast(fx.Float32)
+
