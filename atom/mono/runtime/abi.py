@@ -38,6 +38,10 @@ class KernelAbi:
         made them.
         """
         _same("kernel", kernel, self.names)
+        self.check_launcher(launcher)
+
+    def check_launcher(self, launcher: Any) -> None:
+        """The same for the launcher alone."""
         _same("launcher", launcher, (*self.names, STREAM))
 
     def pack(self, values: Mapping[str, Any]) -> list[Any]:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from atom.mono.plan import execution
 from atom.mono.plan.build_key import key_tuple, source_digest, symbol_field, symbol_params
-from atom.mono.plan.layout import ALIGN, Layout
+from atom.mono.plan.layout import ALIGN, laid_out
 from atom.mono.plan.shard import replicated, shard
-from atom.mono.plan.trace import Space
 
 
 @given(count=st.integers(0, 3000), blocks=st.integers(1, 300))
@@ -103,24 +102,23 @@ def test_no_source_is_an_error(tmp_path: Path):
 
 
 def test_regions_are_aligned_disjoint_and_found_by_offset():
-    layout = Layout(Space.PEER)
-    placed = [layout.place(f"r{i}", size) for i, size in enumerate((1, ALIGN, ALIGN + 1, 8))]
-    assert [r.offset for r in placed] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
-    assert layout.nbytes == 5 * ALIGN
-    for region in placed:
-        assert (
-            layout.at(region.offset) is layout.at(region.end - 1) is layout[region.name] is region
-        )
+    sizes = (1, ALIGN, ALIGN + 1, 8)
+    layout = laid_out((f"r{i}", "scratch", "w", size) for i, size in enumerate(sizes))
+    assert [r.offset for r in layout.regions] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
+    assert layout.bytes == 5 * ALIGN
+    for region in layout.regions:
+        last = region.offset + region.bytes - 1
+        assert layout.at(region.offset) is layout.at(last) is layout[region.name] is region
     assert layout.at(1) is None
-    assert layout.at(layout.nbytes) is None
+    assert layout.at(layout.bytes) is None
+    with pytest.raises(KeyError):
+        layout["r4"]
 
 
-@pytest.mark.parametrize(("name", "nbytes"), [("r", 8), ("s", 0)])
-def test_a_region_twice_or_of_no_bytes_is_refused(name: str, nbytes: int):
-    layout = Layout(Space.SCRATCH)
-    layout.place("r", 8)
-    with pytest.raises(ValueError, match=name):
-        layout.place(name, nbytes)
+@pytest.mark.parametrize(("name", "size"), [("r", 8), ("s", 0)])
+def test_a_region_twice_or_of_no_bytes_is_refused(name: str, size: int):
+    with pytest.raises(ValueError, match=f"region {name} of {size} bytes"):
+        laid_out([("r", "scratch", "w", 8), (name, "scratch", "w", size)])
 
 
 def test_shards_of_all_ranks_make_up_the_whole():

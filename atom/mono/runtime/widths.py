@@ -1,0 +1,92 @@
+"""One build a width, on every rank or on none.
+
+A width is the number of rows (tokens) of a step. Its kernels are built, compiled and inspected the
+first time it is wanted, and what comes of that is final: a width that was refused stays refused,
+because ranks that tried again at different times would wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .compile import Pairs, compile_kernels, scratch_bytes
+from .consensus import Group, MonoUnsupported, tp_agree
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
+
+
+class WidthBuilds(Generic[B]):
+    """Builds by width.
+
+    `build(rows)` makes a width's launchers, `kernels` lists those of a build with their ABIs, and
+    `what` names them in the log.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[int], B],
+        kernels: Callable[[B], Pairs],
+        group: Group,
+        what: str,
+    ) -> None:
+        self._build, self._kernels = build, kernels
+        self._group, self._what = group, what
+        self._built: dict[int, B] = {}
+        self._refused: set[int] = set()
+        self._lock = threading.Lock()
+
+    def prepare(self, rows: int) -> bool:
+        """Whether width `rows` can run, after building it if nobody has tried. Collective.
+
+        Launches nothing. Failures are logged: a build that raises, scratch in any of its kernels,
+        and another rank's refusal.
+        """
+        with self._lock:
+            if rows in self._built or rows in self._refused:
+                return rows in self._built
+            # Final already: a vote that raises must not be repeated by this rank alone.
+            self._refused.add(rows)
+            built = self._try(rows)
+            agreed = tp_agree(built is not None, self._group)
+            if built is not None and not agreed:
+                logger.warning("%s: width %d is refused by another rank", self._what, rows)
+            if built is None or not agreed:
+                return False
+            self._refused.discard(rows)
+            self._built[rows] = built
+            return True
+
+    def _try(self, rows: int) -> B | None:
+        try:
+            built = self._build(rows)
+            launchers = compile_kernels(self._kernels(built))
+            scratch = {launcher.func.__name__: scratch_bytes(launcher) for launcher in launchers}
+        except Exception:
+            logger.exception("%s: width %d cannot be built", self._what, rows)
+            return None
+        used = {name: size for name, size in scratch.items() if size}
+        if used:
+            logger.warning(
+                "%s: width %d is refused, its kernels need scratch: %s",
+                self._what,
+                rows,
+                ", ".join(f"{name} {size} bytes a lane" for name, size in used.items()),
+            )
+            return None
+        return built
+
+    def __contains__(self, rows: int) -> bool:
+        return rows in self._built
+
+    def __getitem__(self, rows: int) -> B:
+        """The build of width `rows`. Raises MonoUnsupported unless `prepare` said it can run."""
+        try:
+            return self._built[rows]
+        except KeyError:
+            state = "was refused" if rows in self._refused else "is not prepared"
+            raise MonoUnsupported(f"{self._what}: width {rows} {state}") from None

@@ -1,0 +1,50 @@
+"""What each process of a group does in `test_consensus`: one line of a dictionary a scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from atom.mono.runtime.consensus import MonoUnsupported, bind_agreed, tp_agree, tp_same
+
+
+def _outcome(bind: Any, group: Any) -> str:
+    try:
+        return f"bound {bind_agreed(bind, group)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _refuse() -> None:
+    raise MonoUnsupported("this rank has no scales")
+
+
+def _crash() -> None:
+    raise KeyError("qkv_w")
+
+
+def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
+    """Vote in every scenario over a real gloo group and put (rank, answers) into `results`."""
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    last = rank == ranks - 1
+    results.put(
+        (
+            rank,
+            {
+                "all agree": tp_agree(True, group),
+                "last disagrees": tp_agree(not last, group),
+                "none agrees": tp_agree(False, group),
+                "same": tp_same("key", group),
+                "last differs": tp_same("other" if last else "key", group),
+                "bound": _outcome(lambda: rank, group),
+                "last refuses": _outcome(_refuse if last else lambda: rank, group),
+                "last crashes": _outcome(_crash if last else lambda: rank, group),
+                "still in step": tp_agree(True, group),
+            },
+        )
+    )
+    dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""Ranks agree over a gloo group: three real processes vote in every scenario."""
+
+from __future__ import annotations
+
+import pytest
+import torch.multiprocessing as mp
+
+from atom.mono.runtime.consensus import MonoUnsupported, bind_agreed, tp_agree, tp_same
+from op_tests.mono.runtime.gloo_ranks import rank_main
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """Each rank's answers, in rank order."""
+    folder = tmp_path_factory.mktemp("gloo")
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    mp.spawn(rank_main, args=(RANKS, str(folder), results), nprocs=RANKS, join=True)
+    found = dict(results.get(timeout=10) for _ in range(RANKS))
+    return [found[rank] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("all agree", True),
+        ("last disagrees", False),
+        ("none agrees", False),
+        ("same", True),
+        ("last differs", False),
+        ("still in step", True),
+    ],
+)
+def test_every_rank_gets_the_same_verdict(answers, scenario: str, expected: bool):
+    assert [answer[scenario] for answer in answers] == [expected] * RANKS
+
+
+def test_all_ranks_bind_when_all_can(answers):
+    assert [answer["bound"] for answer in answers] == [f"bound {rank}" for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "own"),
+    [
+        ("last refuses", "MonoUnsupported: this rank has no scales"),
+        ("last crashes", "KeyError: 'qkv_w'"),
+    ],
+)
+def test_a_rank_raises_its_own_reason_and_the_others_refuse(answers, scenario: str, own: str):
+    others = "MonoUnsupported: another rank refused; its log says why"
+    assert [answer[scenario] for answer in answers] == [others] * (RANKS - 1) + [own]
+
+
+def test_a_single_rank_agrees_with_itself():
+    assert (tp_agree(True, None), tp_agree(False, None), tp_same("x", None)) == (True, False, True)
+    assert bind_agreed(lambda: 5, None) == 5
+    with pytest.raises(MonoUnsupported, match="own"):
+        bind_agreed(lambda: (_ for _ in ()).throw(MonoUnsupported("own")), None)
