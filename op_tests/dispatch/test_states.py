@@ -124,14 +124,14 @@ def compile_only_warm(driver: Driver) -> tuple[int, int, bool]:
     traces = Traces()
     launcher = build_mixed(Key())
     _run_compiled(launcher, *ARGS)
-    start, traced = launcher._start, traces.count
+    address, traced = launcher._launch_address, traces.count
     _compile_only(True)
     _run_compiled(launcher, 0, 0, 0, 0.0, None)
     held = driver.count("hipModuleLaunchKernel")
     _compile_only(False)
     _run_compiled(launcher, *ARGS)
     assert traces.count == traced
-    return held, driver.count("hipModuleLaunchKernel"), launcher._start is start
+    return held, driver.count("hipModuleLaunchKernel"), launcher._launch_address == address
 
 
 def test_compile_only_when_warm_launches_nothing_and_keeps_what_is_retained(hip_stub: HipStub):
@@ -191,7 +191,7 @@ def failed_trace(driver: Driver) -> tuple[str, bool, bool, int]:
         message = str(error)
     BREAKS.clear()
     clean = ir.Context.current is None
-    retained = hasattr(launcher, "_start")
+    retained = hasattr(launcher, "_launch_address")
     _run_compiled(launcher, *ARGS)
     return message, clean, retained, driver.count("hipModuleLaunchKernel")
 
@@ -213,7 +213,7 @@ def failed_driver(driver: Driver, function: str) -> tuple[str, bool, bool, dict[
     except DriverError as error:
         message = str(error)
     clean = ir.Context.current is None
-    retained = hasattr(launcher, "_start")
+    retained = hasattr(launcher, "_launch_address")
     _run_compiled(launcher, *ARGS)
     return message, clean, retained, driver.counts()
 

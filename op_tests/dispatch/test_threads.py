@@ -51,7 +51,12 @@ def racing(driver: Driver, threads: int, calls: int) -> tuple[int, int, int, boo
         assert (launch.grid[0], launch.stream) == (index + 1, index)
         seen.add((index, call))
     loads = driver.count("hipModuleLoadData")
-    return loads, driver.count("hipModuleLaunchKernel"), len(seen), hasattr(launcher, "_start")
+    return (
+        loads,
+        driver.count("hipModuleLaunchKernel"),
+        len(seen),
+        hasattr(launcher, "_launch_address"),
+    )
 
 
 @pytest.mark.parametrize("run", range(3))

@@ -105,8 +105,12 @@ class Driver:
         if self._lib.stub_capture(ctypes.c_void_p(stream), int(on)):
             raise ValueError(f"stream {stream:#x} is not being captured")
 
+    def nothing(self) -> int:
+        """Address of a C function that takes a pointer and does nothing."""
+        return ctypes.cast(self._lib.stub_nothing, ctypes.c_void_p).value or 0
+
     @staticmethod
-    def _known(status: int, function: str) -> Any:
+    def _known(status: int, function: str) -> None:
         if status:
             raise ValueError(f"the stub has no {function}")
 

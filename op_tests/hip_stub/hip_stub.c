@@ -171,6 +171,9 @@ unsigned stub_log_size(void) { return atomic_load(&log_size); }
 unsigned stub_log_capacity(void) { return LOG_CAPACITY; }
 const struct stub_launch *stub_log_entry(unsigned index) { return &launches[index]; }
 
+/* What a call into C costs, for benchmarks. */
+void stub_nothing(void *unused) {}
+
 void stub_reset(void) {
   for (int i = 0; i < API_COUNT; i++) {
     atomic_store(&api[i].calls, 0);

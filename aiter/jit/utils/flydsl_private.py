@@ -45,6 +45,7 @@ from flydsl.compiler.jit_function import JitFunction  # noqa: E402
 __all__ = [
     "FLYDSL_VERSION",
     "FlydslVersionError",
+    "HostCode",
     "HostModule",
     "JitFunction",
     "TensorAbi",
@@ -213,7 +214,33 @@ def compile_launcher(launcher: JitFunction, args: tuple[Any, ...]) -> Any:
     return artifact
 
 
-class HostModule:
+class HostCode:
+    """Functions of the LLVM dialect as machine code, which may use what the process exports."""
+
+    def __init__(self, text: str) -> None:
+        # The engine uses the context to its end, so it is kept as long.
+        self._context = _jit._create_mlir_context()
+        with self._context:
+            self._emit(_jit.ir.Module.parse(text), [])
+
+    def _emit(self, module: Any, libraries: list[str]) -> None:
+        module.operation.verify()
+        self._engine = _executor.ExecutionEngine(module, opt_level=2, shared_libs=libraries)
+        self._engine.initialize()
+
+    def address(self, function: str) -> int:
+        """The pointer that ``function(out: !llvm.ptr)`` stores to ``out``."""
+        result = ctypes.c_void_p()
+        self.call(function, ctypes.c_void_p(ctypes.addressof(result)))
+        return result.value or 0
+
+    def call(self, function: str, *cells: Any) -> None:
+        """Call ``function`` with the values of ``cells``, the last its result if it has one."""
+        addresses = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.raw_lookup(function))(addresses)
+
+
+class HostModule(HostCode):
     """An artifact's host code together with more of our own, as machine code.
 
     ``more`` writes functions of the LLVM dialect, given the types of the launcher's lowered
@@ -226,7 +253,6 @@ class HostModule:
     NOT_LOADED = -2
 
     def __init__(self, artifact: Any, more: Callable[[list[str]], str]) -> None:
-        # The engine uses the context to its end, so it is kept as long.
         self._context = _jit._create_mlir_context()
         with self._context:
             module = _jit.ir.Module.parse(artifact.ir)
@@ -241,18 +267,8 @@ class HostModule:
             for op in list(source.body.operations):
                 if op.operation.attributes["sym_name"] != entry.attributes["sym_name"]:
                     module.body.append(op)
-            module.operation.verify()
-            self._engine = _executor.ExecutionEngine(
-                module, opt_level=2, shared_libs=_executor._resolve_runtime_libs()
-            )
-            self._engine.initialize()
+            self._emit(module, _executor._resolve_runtime_libs())
         self._status("aiter__module_init")
-
-    def address(self, function: str) -> int:
-        """Address of ``function(out: !llvm.ptr)``'s result, where it stores a pointer to out."""
-        result = ctypes.c_void_p()
-        self._call(function, ctypes.c_void_p(ctypes.addressof(result)))
-        return result.value or 0
 
     def load(self) -> int:
         """Load the device code on the current device, once; the driver's status."""
@@ -264,12 +280,8 @@ class HostModule:
 
     def _status(self, function: str, *args: Any) -> int:
         result = ctypes.c_int32(0)
-        self._call(function, *args, result)
+        self.call(function, *args, result)
         return result.value
-
-    def _call(self, function: str, *cells: Any) -> None:
-        addresses = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.raw_lookup(function))(addresses)
 
 
 def runtime_library() -> ctypes.CDLL:
