@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 
 from aiter.jit.utils.flydsl_private import runtime_library
+from atom.mono.device.step_begin import FENCE_BYTES, FENCE_SLOTS, ZERO_ALIGN
 from atom.mono.plan.execution import round_up
 
 from .consensus import Group, MonoUnsupported, bind_agreed
-
-FENCE_SLOTS = 8  # ranks a fence can hold, one 8-byte epoch each
-FENCE_BYTES = 8 * FENCE_SLOTS
-ZERO_ALIGN = 16  # bytes that step-begin zeroes at once
 
 
 class PeerAllocator(Protocol):

@@ -8,16 +8,10 @@ import gc
 import pytest
 import torch
 
+from atom.mono.device.step_begin import FENCE_BYTES, FENCE_SLOTS, ZERO_ALIGN
 from atom.mono.runtime.consensus import MonoUnsupported
 from atom.mono.runtime.lifecycle import owned_peer_buffer
-from atom.mono.runtime.peer_memory import (
-    FENCE_BYTES,
-    FENCE_SLOTS,
-    ZERO_ALIGN,
-    HipIpcAllocator,
-    InProcessHeap,
-    PeerBuffer,
-)
+from atom.mono.runtime.peer_memory import HipIpcAllocator, InProcessHeap, PeerBuffer
 
 CPU = torch.device("cpu")
 
