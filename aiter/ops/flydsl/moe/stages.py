@@ -162,12 +162,12 @@ def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
     """Waves that share a tile's weight rows.
 
     64 rows each, which reuse an activation operand four times and leave room for 128 activation
-    rows in registers. Down to `least_rows` where a wave would make more than eight loads of the
-    activation tile, whose addresses fill the scalar registers; more rows where the tile would
-    not be a whole load of every wave.
+    rows in registers. Down to `least_rows` and four waves where one would make more than four
+    loads of the activation tile, whose addresses fill the scalar registers; more rows where the
+    tile would not be a whole load of every wave.
     """
     loads = tile_m * a_row_bytes // (CHUNK * LANES)
-    waves = max(1, rows // 64, min(loads // 8, rows // least_rows))
+    waves = max(1, rows // 64, min(loads // 4, rows // least_rows, 4))
     while rows % (waves * 32) or loads % waves:
         waves -= 1
     return waves
