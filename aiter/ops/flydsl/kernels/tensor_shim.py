@@ -225,7 +225,6 @@ def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     compile_only = ENVIRON.get(COMPILE_ONLY) not in _FALSE
     with toolkit_env(), own_launch():
         if not compile_only:
-            _driver()
             _refuse_capture(exe, plain[-1])
         artifact = compile_launcher(exe, _jit_args(plain))
     if compile_only:
@@ -282,7 +281,11 @@ graph is captured.""",
 # ---------------------------------------------------------------- the driver
 
 
-def _driver() -> Any:
+_CAPTURE_IMPLICIT = 906  # hipErrorStreamCaptureImplicit
+
+
+def _driver() -> ctypes.CDLL:
+    """The driver's functions. Raises DriverError where there is none."""
     try:
         return runtime_library()
     except OSError as error:
@@ -293,6 +296,8 @@ def _require_success(exe: JitFunction, status: int, doing: str) -> None:
     if status == 0:
         return
     driver = _driver()
+    # It is reported here, so nobody's next check must find it again.
+    driver.hipGetLastError()
     driver.hipGetErrorName.restype = ctypes.c_char_p
     error = (driver.hipGetErrorName(status) or b"?").decode()
     kernels = dict.fromkeys(
@@ -307,16 +312,12 @@ def _require_success(exe: JitFunction, status: int, doing: str) -> None:
 def _refuse_capture(exe: JitFunction, stream: Any) -> None:
     """Raise RuntimeError if the stream is being captured: nothing can be compiled or loaded."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    try:
-        query = runtime_library().hipStreamIsCapturing
-    except (OSError, AttributeError):
-        query = None
-    if query is not None:
-        handle = getattr(stream, "cuda_stream", stream)
-        answer = ctypes.c_int(0)
-        # An error means that another stream captures and the default one may not be asked.
-        capturing |= query(ctypes.c_void_p(handle), ctypes.byref(answer)) != 0 or answer.value != 0
-    if capturing:
+    driver, answer = _driver(), ctypes.c_int(0)
+    error = driver.hipStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(answer))
+    if error:
+        driver.hipGetLastError()
+    # The error for asking about the default stream while another one captures.
+    if capturing or error == _CAPTURE_IMPLICIT or answer.value:
         raise RuntimeError(
             f"the first launch of {name_of(exe)} on this device came while a graph is captured, "
             "when nothing can be compiled or loaded; launch it once before capturing"

@@ -5,7 +5,8 @@ A name is a set of parameters of one pair of kernels, whatever its family: `stag
 
     tile m x n x k   the workgroup's tile. n counts output columns, in stage 1 with interleaved
                      gate and up weight rows, two for each column. 128 columns, or 128 of k, where
-                     the shape is no multiple of it.
+                     the shape is no multiple of it; 128 columns in stage 1 where gate and
+                     up of more would not fit the registers.
     w                waves a SIMD, as far as the tile's registers allow without copies; often none
     bnt, nt          cache policy of the weight loads
     xcd              row blocks that a die's consecutive workgroups walk over
@@ -48,6 +49,8 @@ from .sizes import stage2_epilogue
 
 _FORMAT = {FP4: "fp4", FP8: "fp8"}
 _FLAVOURS = ((FP4, FP4), (FP8, FP4), (FP8, FP8))  # activations, weights
+# Stage 1's outputs of a workgroup whose gate and up accumulators fit four waves' registers.
+_MOST_OUTPUTS = 128 * 128
 _ACTIVATION = {
     ActivationType.Silu: "silu",
     ActivationType.Gelu: "gelu",
@@ -196,7 +199,7 @@ def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         )
     interleaved = layout == GateMode.INTERLEAVE
     columns = name.tile_n // 2 if interleaved else name.tile_n
-    if request.inter_dim % columns:
+    if request.inter_dim % columns or name.tile_m * columns > _MOST_OUTPUTS:
         columns = 128
     if columns % 32:
         raise NotImplementedError(f"{columns} columns are no whole scale blocks")
