@@ -1,13 +1,14 @@
-# make aot    a fresh clone to a compiled cache of the shipped tables
-# make test   the test suite
-# make lint   ruff and black
+# make aot        a fresh clone to a compiled cache of the shipped tables
+# make test       the test suite, without what is marked slow
+# make test-slow  what is marked slow
+# make lint       ruff and black
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: aot test lint venv
+.PHONY: aot test test-slow lint venv
 
 venv: $(STAMP)
 
@@ -21,7 +22,10 @@ aot: $(STAMP)
 	$(BIN)/python -m aiter.aot.flydsl.moe
 
 test: $(STAMP)
-	$(BIN)/python -m pytest op_tests
+	$(BIN)/python -m pytest op_tests -q -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest op_tests -q -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
