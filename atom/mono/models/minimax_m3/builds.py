@@ -13,8 +13,8 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
 
     h_in, h_out       [tokens, hidden] bf16      residual stream; not the same buffer
     norm*_w           [hidden] bf16              the factor itself (1 + w where a model stores w)
-    qkv_w, qkv_s      [qkv rows, hidden]         rows: q heads, k heads, v heads; in the sparse
-                                                 layer then index q heads and one index k head
+    qkv_w, qkv_s      [qkv rows, hidden]         rows: q heads, k heads, v heads; where a layer
+                                                 selects then index q heads, one index k head
     q_norm_w, ...     [head_dim] bf16            per-head norm factors
     cos_sin           [positions, rotary] f32    rotary / 2 cosines, then as many sines
     positions         [tokens] i32               from 0; also the row of cos_sin
@@ -27,7 +27,8 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
                       written by a full layer, read by one that reuses
     q_out, attn_in    [tokens, local heads * head_dim] bf16
     o_w, o_s          [hidden, local heads * head_dim]
-    router_w          [experts, hidden] bf16, router_bias [experts] f32
+    router_w          [experts rounded up to 16, hidden] bf16
+    router_bias       [experts] f32              added to the scores that experts are chosen by
     gate_up_w, _s     [experts + 1, 2 * local inter, hidden]  gate rows, then up rows; the shared
                       expert is the last. Dense: one expert of 2 * local dense_inter rows
     down_w, down_s    [experts + 1, hidden, local inter]; dense [1, hidden, local dense_inter]
@@ -38,7 +39,8 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
     table_stride      i32 entries of a block_table row
     diag              debug builds: `atom.mono.device.sync.DIAG_BYTES` of wait records, else 0
 
-Cells of the caches that nothing has written must be finite.
+A layer that reuses the last selection has no index heads: its index arguments are 0. Cells of
+the caches that nothing has written must be finite.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class Dims:
     rotary: int = 64
 
     def __post_init__(self) -> None:
-        if self.hidden % 128 or self.rotary % 4 or self.rotary > HEAD_DIM:
-            raise ValueError(f"{self}: hidden is a multiple of 128, rotary of 4 up to {HEAD_DIM}")
+        if self.hidden % 128 or self.rotary not in (8, 16, 32, 64, 128):
+            raise ValueError(f"{self}: hidden is a multiple of 128, rotary a power of two from 8")
         if self.heads % self.kv_heads or self.heads // self.kv_heads > 16:
             raise ValueError(f"{self}: at most 16 query heads share a kv head")
         if self.index_heads % self.kv_heads or not 0 < self.index_heads // self.kv_heads <= 16:
@@ -203,6 +205,11 @@ class SparseBuild:
         _require_format(self.attn_format, self.ffn_format)
         if self.init_blocks + self.local_blocks > self.index_topk or self.local_blocks < 1:
             raise ValueError(f"{self}: init and local blocks are among the index_topk, local >= 1")
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of qkv_w, with the index heads' where the layer selects."""
+        return self.shape.qkv_rows + (self.shape.index_rows if self.select else 0)
 
 
 DENSE_PRE_ABI = (

@@ -1,0 +1,210 @@
+"""What happens to the heads of the QKV product: norm, rotary embedding, cache insert.
+
+A wave takes one head of one token, two dimensions a lane, all in f32:
+
+    q, k, index q, index k     x * rsqrt(mean(x^2) + eps) * w, then the rotary embedding
+    v                          as it is
+
+Of the first `rotary` dimensions i and i + rotary/2 are one pair turned by the position's angle:
+
+    y[i] = x[i] cos[i] - x[i + r/2] sin[i]      y[i + r/2] = x[i + r/2] cos[i] + x[i] sin[i]
+
+k, v and index k go to the paged caches in bf16, a page being PAGE tokens:
+
+    k_cache [pages, kv heads, PAGE, HEAD_DIM]   v_cache [pages, kv heads, HEAD_DIM, PAGE]
+    index_cache [pages, PAGE, HEAD_DIM]
+
+v is stored transposed so that the attention reads both caches in operand order. A token whose
+slot is negative is padding and enters no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import flydsl.expr as fx
+
+from aiter.ops.flydsl.kernels.device import (
+    LANES,
+    TraceObject,
+    div,
+    global_pointer,
+    load_word,
+    mod,
+    traced,
+)
+
+from .cta import Cta, wave_sum
+from .rms_norm import rsqrt
+from .sync import Words, pair_floats, release
+
+HEAD_DIM = 128
+PAGE = 128
+_PAIRS = HEAD_DIM // 2
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """A rank's heads in the order of the QKV rows; with index heads one index k head follows."""
+
+    q: int
+    kv: int
+    index_q: int
+    rotary: int
+
+    @property
+    def total(self) -> int:
+        return self.q + 2 * self.kv + (self.index_q + 1 if self.index_q else 0)
+
+    @property
+    def inserted(self) -> int:
+        """Heads that enter a cache."""
+        return 2 * self.kv + (1 if self.index_q else 0)
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """Addresses: norm factors [HEAD_DIM] bf16 of each kind, cos_sin [positions, rotary] f32,
+    positions and slots [tokens] i32. Without index heads their norms are not read."""
+
+    q_norm: fx.Int64
+    k_norm: fx.Int64
+    iq_norm: fx.Int64
+    ik_norm: fx.Int64
+    cos_sin: fx.Int64
+    positions: fx.Int64
+    slots: fx.Int64
+
+
+class Caches(TraceObject):
+    """Where k, v and index k of this rank are kept."""
+
+    def __init__(self, kv_heads: int, k: fx.Int64, v: fx.Int64, index: fx.Int64 | None) -> None:
+        self.kv_heads, self.k, self.v, self.index = kv_heads, k, v, index
+
+    def k_page(self, page: fx.Int32, head: fx.Int32) -> fx.Int64:
+        """Address of [PAGE, HEAD_DIM] keys."""
+        return self.k + (fx.Int64(page) * self.kv_heads + fx.Int64(head)) * (2 * PAGE * HEAD_DIM)
+
+    def v_page(self, page: fx.Int32, head: fx.Int32) -> fx.Int64:
+        """Address of [HEAD_DIM, PAGE] values."""
+        return self.v + (fx.Int64(page) * self.kv_heads + fx.Int64(head)) * (2 * PAGE * HEAD_DIM)
+
+    def index_page(self, page: fx.Int32) -> fx.Int64:
+        """Address of [PAGE, HEAD_DIM] index keys."""
+        return self.index + fx.Int64(page) * (2 * PAGE * HEAD_DIM)
+
+    def insert_row(self, base: fx.Int64, place: fx.Int32, lane: fx.Int32, pair: fx.Int32) -> None:
+        """Store the lane's two dimensions of a key."""
+        global_pointer(fx.Int32, base)[place * _PAIRS + lane] = pair
+
+    def insert_column(
+        self, base: fx.Int64, place: fx.Int32, lane: fx.Int32, low: fx.Float32, high: fx.Float32
+    ) -> None:
+        """Store the lane's two dimensions of a value."""
+        values = global_pointer(fx.BFloat16, base)
+        values[lane * (2 * PAGE) + place] = low.to(fx.BFloat16)
+        values[lane * (2 * PAGE) + (PAGE + place)] = high.to(fx.BFloat16)
+
+
+# (token, head, lane, pair): what is done with a finished query head.
+StoreQuery = Callable[[fx.Int32, fx.Int32, fx.Int32, fx.Int32], None]
+
+
+def rotate(
+    low: fx.Float32,
+    high: fx.Float32,
+    lane: fx.Int32,
+    rotary: int,
+    cos_sin: fx.Int64,
+    position: fx.Int32,
+) -> tuple[fx.Float32, fx.Float32]:
+    """The rotary embedding of dimensions (2 lane, 2 lane + 1)."""
+    half_lanes = rotary // 4  # lanes of half the rotary dimensions, a power of two
+    column = mod(lane, half_lanes) * 2
+    row = global_pointer(fx.Float32, cos_sin + fx.Int64(position) * (4 * rotary))
+    sign = (lane < half_lanes).select(fx.Float32(-1.0), fx.Float32(1.0))
+    turned = []
+    for i, value in enumerate((low, high)):
+        partner = fx.gpu.shuffle_xor(value, half_lanes, LANES)
+        cos, sin = row[column + i], row[column + (rotary // 2 + i)]
+        turned.append((lane < 2 * half_lanes).select(value * cos + sign * partner * sin, value))
+    return turned[0], turned[1]
+
+
+@traced
+def finish_heads(
+    cta: Cta,
+    counts: HeadCounts,
+    tokens: int,
+    eps: float,
+    qkv: Words,
+    row_words: int,
+    inputs: HeadInputs,
+    caches: Caches,
+    store_q: StoreQuery,
+    store_index_q: StoreQuery | None,
+    inserted: Words | None,
+) -> None:
+    """Stage: finish every head of `qkv` [tokens, row_words] f32 words.
+
+    `inserted` [tokens, counts.inserted] words tell that a head is in its cache, where a later
+    stage of the same kernel reads it.
+    """
+    for task in range(cta.worker, fx.Int32(tokens * counts.total), fx.Int32(cta.waves)):
+        token, head = div(fx.Int32(task), counts.total), mod(fx.Int32(task), counts.total)
+        kv_head = head - counts.q
+        position, slot = load_word(inputs.positions, token), load_word(inputs.slots, token)
+        page, place = div(fx.max(slot, fx.Int32(0)), PAGE), mod(slot, PAGE)
+        both = qkv.poll_run(token * row_words + head * HEAD_DIM + cta.lane * 2, 2)
+        raw = [value.bitcast(fx.Float32) for value in both]
+        low, high = _normed(counts, head, cta.lane, raw, eps, inputs)
+        low, high = rotate(low, high, cta.lane, counts.rotary, inputs.cos_sin, position)
+        pair = _packed(low, high)
+        if head < counts.q:
+            store_q(token, head, cta.lane, pair)
+        if (head >= counts.q) & (head < counts.q + counts.kv):
+            if slot >= 0:
+                caches.insert_row(caches.k_page(page, kv_head), place, cta.lane, pair)
+        if (head >= counts.q + counts.kv) & (head < counts.q + 2 * counts.kv):
+            if slot >= 0:
+                base = caches.v_page(page, kv_head - counts.kv)
+                caches.insert_column(base, place, cta.lane, raw[0], raw[1])
+        if fx.const_expr(counts.index_q > 0):
+            if (head >= counts.q + 2 * counts.kv) & (head < counts.total - 1):
+                if fx.const_expr(store_index_q is not None):
+                    store_index_q(token, head - (counts.q + 2 * counts.kv), cta.lane, pair)
+            if head == counts.total - 1:
+                if slot >= 0:
+                    caches.insert_row(caches.index_page(page), place, cta.lane, pair)
+        if fx.const_expr(inserted is not None):
+            number = (head == counts.total - 1).select(fx.Int32(counts.inserted - 1), kv_head)
+            if ((kv_head >= 0) & (kv_head < 2 * counts.kv)) | (head == counts.total - 1):
+                release()
+                if cta.lane == 0:
+                    inserted.push(token * counts.inserted + number, fx.Int32(1))
+
+
+def _packed(low: fx.Float32, high: fx.Float32) -> fx.Int32:
+    return fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16).bitcast(fx.Int32)[0]
+
+
+def _normed(
+    counts: HeadCounts,
+    head: fx.Int32,
+    lane: fx.Int32,
+    raw: list[fx.Float32],
+    eps: float,
+    inputs: HeadInputs,
+) -> tuple[fx.Float32, fx.Float32]:
+    """The head's norm, with the factors of its kind."""
+    factors = (head < counts.q).select(inputs.q_norm, inputs.k_norm)
+    if counts.index_q:
+        is_index = head >= counts.q + 2 * counts.kv
+        index = (head == counts.total - 1).select(inputs.ik_norm, inputs.iq_norm)
+        factors = is_index.select(index, factors)
+    w_low, w_high = pair_floats(global_pointer(fx.Int32, factors)[lane])
+    squares = wave_sum(raw[0] * raw[0] + raw[1] * raw[1])
+    scale = rsqrt(squares * (1.0 / HEAD_DIM) + eps)
+    return raw[0] * scale * w_low, raw[1] * scale * w_high
