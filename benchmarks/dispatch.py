@@ -149,27 +149,22 @@ def arms_of(
     import flydsl.compiler as flyc
     import flydsl.expr as fx
 
+    from aiter.jit.utils.flydsl_private import packed_entry
     from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 
     jit_args = (*args[:-1], fx.Stream(args[-1]))
     compiled = flyc.compile(launcher, *jit_args)
     compiled(*args)
-    # FlyDSL's entry and the addresses of the slots that the call has filled.
-    state = compiled._call_state
-    packed = ctypes.addressof(state._tls.packed)
-    entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
-        ctypes.cast(state._func_exe, ctypes.c_void_p).value
-    )
+    entry, packed = packed_entry(compiled)
+    c_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     arms = {
         JIT: loop(launcher, jit_args),
         COMPILED: loop(compiled, args),
         RUN: loop(_run_compiled, (launcher, *args)),
-        ENTRY: loop(entry, (packed,)),
-        NOOP: loop(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(nothing), (packed,)),
+        ENTRY: loop(c_function(entry), (packed,)),
+        NOOP: loop(c_function(nothing), (packed,)),
     }
     arms[RUN](1)
-    # The arms borrow from these.
-    arms[ENTRY].__dict__["keep"] = compiled
     return arms
 
 

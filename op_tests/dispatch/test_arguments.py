@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from aiter.ops.flydsl.kernels import host_convert
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from op_tests.dispatch.kernels import Key, build_mixed
 from op_tests.hip_stub import Driver, HipStub
@@ -70,7 +71,9 @@ class Index:
         return 3
 
 
-def converted_arguments(driver: Driver) -> list[bool]:
+def converted_arguments(driver: Driver, exchange: bool) -> list[bool]:
+    if not exchange:
+        host_convert._exchange_function = lambda: 0
     base = torch.arange(64, dtype=torch.int32)
     parameter = torch.nn.Parameter(torch.zeros(4))
     one = torch.tensor(5)
@@ -102,8 +105,11 @@ def converted_arguments(driver: Driver) -> list[bool]:
     ]
 
 
-def test_tensors_streams_and_numbers_of_other_types_are_converted(hip_stub: HipStub):
-    results = hip_stub.run(converted_arguments)
+@pytest.mark.parametrize("exchange", [True, False], ids=["dlpack", "older torch"])
+def test_tensors_streams_and_numbers_of_other_types_are_converted(
+    hip_stub: HipStub, exchange: bool
+):
+    results = hip_stub.run(converted_arguments, exchange)
     assert results == [True] * len(results)
 
 

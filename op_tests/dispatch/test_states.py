@@ -11,6 +11,7 @@ import pytest
 from flydsl._mlir import ir
 from flydsl.compiler.jit_function import JitFunction
 
+from aiter.jit.utils.flydsl_private import runtime_library
 from aiter.jit.utils.toolkit import toolkit_env
 from aiter.ops.flydsl.kernels.tensor_shim import DriverError, _run_compiled, intercepted
 from op_tests.dispatch.kernels import BREAKS, Key, build_mixed, build_pair
@@ -242,7 +243,7 @@ def test_a_first_call_that_the_driver_refuses_leaves_nothing_and_can_be_repeated
     )
 
 
-def failed_later(driver: Driver) -> tuple[str, int]:
+def failed_later(driver: Driver) -> tuple[str, int, int]:
     launcher = build_mixed(Key(3.0))
     _run_compiled(launcher, *ARGS)
     driver.fail("hipModuleLaunchKernel", 700, skip=1)
@@ -252,15 +253,18 @@ def failed_later(driver: Driver) -> tuple[str, int]:
         _run_compiled(launcher, *ARGS)
     except DriverError as error:
         message = str(error)
+    left = runtime_library().hipGetLastError()
     _run_compiled(launcher, *ARGS)
-    return message, driver.count("hipModuleLaunchKernel")
+    return message, left, driver.count("hipModuleLaunchKernel")
 
 
 def test_a_driver_error_names_kernel_key_and_error_and_the_next_call_works(hip_stub: HipStub):
-    message, launches = hip_stub.run(failed_later)
+    message, left, launches = hip_stub.run(failed_later)
     assert message.startswith("launching mixed_kernel_0 of launch_mixed failed with ")
     assert "hipErrorIllegalAddress (700)" in message
     assert message.endswith("built by kernels.build_mixed(Key(factor=3.0))")
+    # Whoever asks the driver next is not told of it again.
+    assert left == 0
     assert launches == 4
 
 

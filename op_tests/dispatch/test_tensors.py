@@ -9,7 +9,7 @@ import flydsl.compiler as flyc
 import pytest
 import torch
 
-from aiter.ops.flydsl.kernels import host_code
+from aiter.ops.flydsl.kernels import host_convert
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from op_tests.dispatch.kernels import make_tensors
 from op_tests.hip_stub import Driver, HipStub
@@ -37,7 +37,7 @@ def _expected(a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:
 
 def dynamic(driver: Driver, exchange: bool) -> list[bool]:
     if not exchange:
-        host_code._exchange_function = lambda: 0
+        host_convert._exchange_function = lambda: 0
     launcher = make_tensors()
     calls = [
         (_vector(5), _matrix(4, 3)),

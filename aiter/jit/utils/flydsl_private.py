@@ -52,6 +52,7 @@ __all__ = [
     "TracedModule",
     "compile_launcher",
     "compiled_texts",
+    "packed_entry",
     "registered_backend",
     "replace_backend",
     "require_version",
@@ -198,20 +199,13 @@ def tensor_abi(value: Any) -> TensorAbi:
 def compile_launcher(launcher: JitFunction, args: tuple[Any, ...]) -> Any:
     """Compile ``launcher`` for ``args``, or find it in a cache; the artifact, never started.
 
-    Raises what tracing and lowering raise, and RuntimeError where only FlyDSL itself can start
-    the result.
+    Raises what tracing and lowering raise, and RuntimeError while another launcher is traced.
     """
-    name = launcher.func.__name__
     if _jit.ir.Context.current is not None:
+        name = launcher.func.__name__
         raise RuntimeError(f"{name} was started while another launcher is being traced")
     launcher._compile_only(*args)
-    _, artifact = launcher._last_compiled
-    if artifact._ktrace_traced or artifact._post_load_processors or artifact._uses_explicit_module:
-        raise RuntimeError(
-            f"{name} is compiled with ktrace or with initializers of its module, which only a call "
-            "of the launcher itself provides"
-        )
-    return artifact
+    return launcher._last_compiled[1]
 
 
 class HostCode:
@@ -248,11 +242,21 @@ class HostModule(HostCode):
     :meth:`load` and not before. A launch on a device that has none reports ``NOT_LOADED``
     through ``flydslRuntimeTakeError``. What is loaded stays so for the life of the process,
     because a captured graph may hold on to it; only :meth:`unload` takes it away.
+    Raises RuntimeError for an artifact that only FlyDSL itself can start.
     """
 
     NOT_LOADED = -2
 
     def __init__(self, artifact: Any, more: Callable[[list[str]], str]) -> None:
+        if (
+            artifact._ktrace_traced
+            or artifact._post_load_processors
+            or artifact._uses_explicit_module
+        ):
+            raise RuntimeError(
+                f"{artifact._entry} is compiled with ktrace or with initializers of its module, "
+                "which only a call of the launcher itself provides"
+            )
         self._context = _jit._create_mlir_context()
         with self._context:
             module = _jit.ir.Module.parse(artifact.ir)
@@ -290,3 +294,13 @@ def runtime_library() -> ctypes.CDLL:
     Raises OSError without a driver, where FlyDSL itself would end the process.
     """
     return ctypes.CDLL(_executor._resolve_runtime_libs()[0])
+
+
+def packed_entry(compiled: Any) -> tuple[int, int]:
+    """Addresses of a called ``CompiledFunction``'s C entry and of its filled argument, to time.
+
+    They are this thread's, and good for as long as ``compiled`` is kept.
+    """
+    state = compiled._call_state
+    entry = ctypes.cast(state._func_exe, ctypes.c_void_p).value or 0
+    return entry, ctypes.addressof(state._tls.packed)
