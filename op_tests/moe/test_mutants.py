@@ -188,6 +188,7 @@ MUTANTS = {
         "_eight",
         lambda base, column, real=moe_activate._eight: real(base, column ^ 8),
     ),
+    "run of the reduction": ("k_waves", moe_reduce, "mod", lambda value, by: value ^ 1),
     "slot of a route": ("k_waves", moe_stage2, "SLOT_SHIFT", 23),
     "token of a route": ("k_waves", moe_stage1, "TOKEN_MASK", 0xFFFFFE),
 }
