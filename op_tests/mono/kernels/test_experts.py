@@ -1,0 +1,102 @@
+"""Routing and the experts' FFN against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom.mono.device.expert_ffn import FFN_BYTES, FfnShape, down, gate_up
+from atom.mono.device.matvec import Weight, WordRows
+from atom.mono.device.routing import ActiveExperts, RouteShape, route_tokens
+from atom.mono.device.sync import Words
+from atom.mono.plan.trace import Space
+from op_tests.moe.cases import routing, spread
+from op_tests.mono import torch_m3
+from op_tests.torch_moe import relative_l2
+
+from .stages import StoredWeight, empty_words, floats_in, run_stage, stage_launcher, words_of
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.mark.parametrize(("experts", "topk", "order"), [(128, 4, "random"), (20, 3, "lockstep")])
+def test_tokens_are_routed_by_biased_sigmoid(emulate, experts, topk, order):
+    g = torch.Generator().manual_seed(experts)
+    tokens, row = 11, -(-experts // 16) * 16
+    logits = torch.randn(tokens, row, generator=g)
+    logits[3, :experts] = 0.5  # all equal: the bias decides, and then the lower id
+    bias = torch.randn(experts, generator=g).round(decimals=1) * 0.1
+    ids, weights = empty_words(tokens * topk), empty_words(tokens * topk)
+    shape = RouteShape(tokens, experts, topk)
+
+    def body(cta, addresses, number, waits):
+        words = [Words("test", Space.SCRATCH, a, number, waits) for a in addresses[:3]]
+        route_tokens(cta, shape, words[0], row, addresses[3], 2.0, words[1], words[2])
+
+    emulate("gfx950", order=order)
+    run_stage(stage_launcher(body), [words_of(logits, 6), ids, weights, bias], 6)
+    want_ids, want = torch_m3.route(logits[:, :experts], bias, topk, 2.0)
+    assert torch.equal(ids[:, 0].view(tokens, topk).long(), want_ids)
+    assert relative_l2(floats_in(weights, 6).view(tokens, topk), want) < 1e-6
+
+
+def ffn_launcher(shape: FfnShape, fmt: str, shared: float):
+    """y [tokens, hidden] f32 words, from words of x and of the routes."""
+    route, hidden, inter = shape.route, shape.hidden, shape.inter
+
+    def body(cta, addresses, number, waits):
+        y, x, ids, weights, act, gu, gu_s, dn, dn_s = addresses[:9]
+        words = lambda a: Words("test", Space.SCRATCH, a, number, waits)
+        active = ActiveExperts(cta, route, shared, FFN_BYTES)
+        active.build(words(ids), words(weights))
+        both = Weight(fmt, gu, gu_s, 2 * inter, hidden)
+        gate_up(cta, shape, active, both, WordRows(words(x), hidden), words(act))
+
+        def emit(row, token, low, high):
+            out = words(y)
+            out.push_float(token * hidden + row, low)
+            out.push_float(token * hidden + row + 1, high)
+
+        down(cta, shape, active, Weight(fmt, dn, dn_s, hidden, inter), words(act), emit)
+
+    return stage_launcher(body, lds_bytes=shape.lds_bytes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk", "fmt", "kind", "order"),
+    [
+        (16, 6, 4, "fp4", "even", "lockstep"),
+        (3, 5, 2, "fp8", "skewed", "random"),
+        (1, 9, 4, "bf16", "even", "lockstep"),
+        (8, 6, 2, "fp4", "one", "lockstep"),
+        (5, 0, 0, "fp4", "dense", "lockstep"),
+    ],
+)
+def test_experts_of_every_routing(emulate, tokens, experts, topk, fmt, kind, order):
+    g = torch.Generator().manual_seed(tokens + experts)
+    hidden, inter = 256, 384
+    shape = FfnShape(RouteShape(tokens, experts, topk), hidden, inter, 7.0)
+    size = 0.3  # large enough to reach the limit
+    weights = [
+        StoredWeight.of(spread(experts + 1, n, k, generator=g, size=size), fmt)
+        for n, k in ((2 * inter, hidden), (hidden, inter))
+    ]
+    x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
+    ids = torch.zeros(tokens, 0, dtype=torch.int32)
+    if topk:
+        ids = routing(tokens, topk, experts, kind, g)
+    route = torch.rand(tokens, topk, generator=g)
+    y, act = empty_words(tokens * hidden), empty_words(tokens * (topk + 1) * inter // 2)
+    emulate("gfx950", order=order)
+    data = [t for w in weights for t in (w.data, w.scale)]
+    given = [words_of(x, 8), words_of(ids, 8), words_of(route, 8), act]
+    run_stage(ffn_launcher(shape, fmt, 0.75), [y, *given, *data], 8)
+    assert (act[:, 1] == 8).all()
+    experts_of = torch_m3.Experts(weights[0].value, weights[1].value)
+    want = experts_of(x.float(), ids, route, 0.75, 7.0)
+    assert relative_l2(floats_in(y, 8).view(tokens, hidden), want) < 1e-3
+
+
+def test_too_many_routes_are_refused():
+    with pytest.raises(ValueError, match="64 routes"):
+        RouteShape(16, 128, 5)
