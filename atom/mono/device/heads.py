@@ -152,6 +152,7 @@ def finish_heads(
     `inserted` [tokens, counts.inserted] words tell that a head is in its cache, where a later
     stage of the same kernel reads it.
     """
+    mark = _marker(inserted)
     for task in range(cta.worker, fx.Int32(tokens * counts.total), fx.Int32(cta.waves)):
         token, head = div(fx.Int32(task), counts.total), mod(fx.Int32(task), counts.total)
         kv_head = head - counts.q
@@ -178,12 +179,17 @@ def finish_heads(
             if head == counts.total - 1:
                 if slot >= 0:
                     caches.insert_row(caches.index_page(page), place, cta.lane, pair)
-        if fx.const_expr(inserted is not None):
+        if fx.const_expr(mark is not None):
             number = (head == counts.total - 1).select(fx.Int32(counts.inserted - 1), kv_head)
             if ((kv_head >= 0) & (kv_head < 2 * counts.kv)) | (head == counts.total - 1):
                 release()
                 if cta.lane == 0:
-                    inserted.push(token * counts.inserted + number, fx.Int32(1))
+                    mark(token * counts.inserted + number)
+
+
+def _marker(inserted: Words | None) -> Callable[[fx.Int32], None] | None:
+    """What tells of an inserted head; a function, because device loops carry no None."""
+    return None if inserted is None else lambda index: inserted.push(index, fx.Int32(1))
 
 
 def _packed(low: fx.Float32, high: fx.Float32) -> fx.Int32:
