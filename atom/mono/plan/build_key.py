@@ -1,14 +1,14 @@
 """What a build's key says about itself.
 
-A key is a frozen dataclass of integers, floats, strings, booleans and enums: everything that
-decides the code of one kernel and nothing else. A field may say by what short name it appears in
-the kernel's symbol, so that a profile shows the parameters that matter.
+A key is a frozen dataclass of integers, floats, strings, booleans, enums and of dataclasses like
+it: everything that decides the code of one kernel and nothing else. A field may say by what short
+name it appears in the kernel's symbol, so that a profile shows the parameters that matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -31,14 +31,18 @@ def key_tuple(key: Any, sources: str) -> tuple[Any, ...]:
     """(type, every field's value, `sources`): what ranks must have in common to run one kernel.
 
     `sources` is the digest of the kernel's source files. Raises TypeError for a key that is not a
-    frozen dataclass of scalars, which could change under the cache that holds its launcher.
+    frozen dataclass of scalars and of such dataclasses: it could change under the cache that holds
+    its launcher.
     """
+    return (*_values(key), sources)
+
+
+def _values(key: Any) -> tuple[Any, ...]:
     if not is_dataclass(key) or not type(key).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TypeError(f"a build key is a frozen dataclass, not {key!r}")
-    for f in fields(key):
-        if not isinstance(getattr(key, f.name), _SCALARS):
-            raise TypeError(f"{type(key).__name__}.{f.name} is {getattr(key, f.name)!r}, no scalar")
-    return (type(key).__qualname__, *astuple(key), sources)
+        raise TypeError(f"a build key is a frozen dataclass of scalars, not {key!r}")
+    values = [getattr(key, f.name) for f in fields(key)]
+    plain = [value if isinstance(value, _SCALARS) else _values(value) for value in values]
+    return (type(key).__qualname__, *plain)
 
 
 @cache

@@ -1,55 +1,67 @@
-"""Named regions within one allocation."""
+"""Named regions within one allocation.
+
+layout = Layout(Space.SCRATCH)
+qkv = layout.place("qkv", 8 * 1024)
+allocate(layout.nbytes); address = base + qkv.offset
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .execution import round_up
+from .trace import Space
 
-ALIGN = 256  # bytes: two cache lines, so that no two regions share one
+ALIGN = 256  # bytes: two cache lines, so that regions never share one
 
 
 @dataclass(frozen=True)
 class Region:
-    """`bytes` at `offset` of a buffer. `space` and the stage `writer` are as in `check`."""
+    """`nbytes` at `offset` bytes from the start of its allocation."""
 
     name: str
-    space: str
-    writer: str
+    space: Space
     offset: int
-    bytes: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first offset behind it."""
+        return self.offset + self.nbytes
 
 
-@dataclass(frozen=True)
 class Layout:
-    """A buffer's regions, in ascending offsets without overlap; `bytes` is the buffer's size."""
+    """Regions of one space placed one behind another, each at a multiple of `ALIGN`."""
 
-    regions: tuple[Region, ...]
-    bytes: int
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._regions: dict[str, Region] = {}
+        self._end = 0
+
+    def place(self, name: str, nbytes: int) -> Region:
+        """The next region. Raises ValueError for a name already placed or a size below one."""
+        if name in self._regions:
+            raise ValueError(f"region {name} is already placed")
+        if nbytes < 1:
+            raise ValueError(f"region {name} of {nbytes} bytes")
+        region = Region(name, self.space, self._end, nbytes)
+        self._regions[name] = region
+        self._end = round_up(region.end, ALIGN)
+        return region
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All of them, in order."""
+        return tuple(self._regions.values())
+
+    @property
+    def nbytes(self) -> int:
+        """What the allocation must hold, a multiple of `ALIGN`."""
+        return self._end
 
     def __getitem__(self, name: str) -> Region:
-        for region in self.regions:
-            if region.name == name:
-                return region
-        raise KeyError(name)
+        return self._regions[name]
 
     def at(self, offset: int) -> Region | None:
         """The region that holds the byte at `offset`, None for padding or beyond the end."""
-        holds = lambda r: r.offset <= offset < r.offset + r.bytes
-        return next(filter(holds, self.regions), None)
-
-
-def laid_out(entries: Iterable[tuple[str, str, str, int]]) -> Layout:
-    """Regions of (name, space, writer, bytes), one behind another at multiples of `ALIGN`.
-
-    Raises ValueError for a name that comes twice or a size below one.
-    """
-    regions: list[Region] = []
-    end = 0
-    for name, space, writer, size in entries:
-        if size < 1 or any(region.name == name for region in regions):
-            raise ValueError(f"region {name} of {size} bytes: empty, or its name comes twice")
-        regions.append(Region(name, space, writer, end, size))
-        end = round_up(end + size, ALIGN)
-    return Layout(tuple(regions), end)
+        return next((r for r in self.regions if r.offset <= offset < r.end), None)

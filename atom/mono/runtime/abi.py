@@ -46,21 +46,18 @@ class KernelAbi:
 
     def pack(self, values: Mapping[str, Any]) -> list[Any]:
         """`values` in order. Raises TypeError unless exactly the declared names are given."""
-        self._exactly(values)
-        return [values[name] for name in self.names]
-
-    def zeros(self) -> list[int]:
-        """Arguments that name no memory, for compiling."""
-        return [0] * len(self.names)
-
-    def _exactly(self, given: Mapping[str, Any] | Sequence[str]) -> None:
-        missing = [name for name in self.names if name not in given]
-        unexpected = [name for name in given if name not in self.names]
+        missing = [name for name in self.names if name not in values]
+        unexpected = [name for name in values if name not in self.names]
         if missing or unexpected:
             raise TypeError(
                 f"ABI mismatch: missing [{', '.join(missing)}], "
                 f"unexpected [{', '.join(unexpected)}]"
             )
+        return [values[name] for name in self.names]
+
+    def zeros(self) -> list[int]:
+        """Arguments that name no memory, for compiling."""
+        return [0] * len(self.names)
 
 
 class StepPack:
@@ -68,32 +65,26 @@ class StepPack:
 
         pack = StepPack(abi, step=("hidden", "positions"))
         bound = pack.bind({"weight": ..., "eps": ...})
-        _run_compiled(launcher, *pack(bound + (hidden, positions)), stream)
+        _run_compiled(launcher, *pack.order((*bound, hidden, positions)), stream)
 
     `step` names the fresh ones, in the order in which a step gives them; names among them that
     this ABI does not have are passed over, so that all launchers of a step share one tuple.
+    `order` brings what `bind` returned, followed by a step's values, into the launcher's order.
     """
 
     def __init__(self, abi: KernelAbi, step: Sequence[str]) -> None:
         self.abi = abi
-        self.step = tuple(step)
-        self.bound = tuple(name for name in abi.names if name not in self.step)
-        given = self.bound + self.step
-        self._order: Callable[[Sequence[Any]], tuple[Any, ...]]
-        if len(abi.names) == 1:
-            only = given.index(abi.names[0])
-            self._order = lambda values: (values[only],)
-        else:
-            self._order = itemgetter(*map(given.index, abi.names))
+        self.bound = tuple(name for name in abi.names if name not in step)
+        given = (*self.bound, *step)
+        places = [given.index(name) for name in abi.names]
+        # Of a single place itemgetter makes a bare value.
+        self.order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
+            itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
+        )
 
     def bind(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """The bound arguments. Raises TypeError unless exactly those names are given."""
-        KernelAbi(self.bound)._exactly(values)
-        return tuple(values[name] for name in self.bound)
-
-    def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`bind`'s result followed by a step's values, in the launcher's order, without stream."""
-        return self._order(values)
+        return tuple(KernelAbi(self.bound).pack(values))
 
 
 def _same(what: str, made: Any, names: tuple[str, ...]) -> None:

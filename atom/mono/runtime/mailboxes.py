@@ -36,6 +36,11 @@ class StepMailboxes:
         """What step-begin takes of a compute unit. Raises RuntimeError before it is compiled."""
         return launcher_resources(self._begin.launcher)
 
+    @property
+    def state(self) -> torch.Tensor:
+        """Step-begin's own words, int32."""
+        return self._begin.state
+
     def begin_step(self, stream: int | None) -> None:
         """Zero this rank's mailboxes and wait, on the device, until every rank has."""
         self._begin(stream)
@@ -46,5 +51,5 @@ class StepMailboxes:
         Empty but for a debug build; otherwise a step without a rank does not end. Waits for the
         device.
         """
-        words = self._begin.state[1 : 1 + MISSING_SLOTS].tolist()
+        words = self.state[1 : 1 + MISSING_SLOTS].tolist()
         return {rank: word - 1 for rank, word in enumerate(words) if word}

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
 
+# Runners share launchers: two threads that built one at once would have an object each, and what
+# the first launch retains is on the object.
+_building = threading.Lock()
+
 
 class WidthBuilds(Generic[B]):
     """Builds by width.
@@ -63,8 +67,9 @@ class WidthBuilds(Generic[B]):
 
     def _try(self, rows: int) -> B | None:
         try:
-            built = self._build(rows)
-            launchers = compile_kernels(self._kernels(built))
+            with _building:
+                built = self._build(rows)
+                launchers = compile_kernels(self._kernels(built))
             scratch = {launcher.func.__name__: scratch_bytes(launcher) for launcher in launchers}
         except Exception:
             logger.exception("%s: width %d cannot be built", self._what, rows)

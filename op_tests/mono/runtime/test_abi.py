@@ -73,12 +73,12 @@ def test_names_that_cannot_be_an_abi_are_refused(names: tuple[str, ...]):
 def test_a_steps_values_fall_between_the_bound_ones_in_abi_order():
     pack = StepPack(KernelAbi(("w", "h", "eps", "pos")), step=("pos", "h", "of_another_launcher"))
     bound = pack.bind({"eps": 30, "w": 10})
-    assert pack((*bound, 40, 20, 99)) == (10, 20, 30, 40)
-    assert pack((*bound, 41, 21, 98)) == (10, 21, 30, 41)
+    assert pack.order((*bound, 40, 20, 99)) == (10, 20, 30, 40)
+    assert pack.order((*bound, 41, 21, 98)) == (10, 21, 30, 41)
 
 
 def test_a_pack_of_one_name_is_still_a_tuple():
-    assert StepPack(KernelAbi(("h",)), step=("h",))((7,)) == (7,)
+    assert StepPack(KernelAbi(("h",)), step=("h",)).order((7,)) == (7,)
 
 
 def test_binding_takes_exactly_the_names_that_are_not_fresh():

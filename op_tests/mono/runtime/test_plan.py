@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from atom.mono.plan import execution
 from atom.mono.plan.build_key import key_tuple, source_digest, symbol_field, symbol_params
-from atom.mono.plan.layout import ALIGN, laid_out
+from atom.mono.plan.layout import ALIGN, Layout
 from atom.mono.plan.shard import replicated, shard
+from atom.mono.plan.trace import Space
 
 
 @given(count=st.integers(0, 3000), blocks=st.integers(1, 300))
@@ -55,6 +56,12 @@ class Key:
     debug: bool = symbol_field("dbg", default=False)
 
 
+@dataclass(frozen=True)
+class Outer:
+    inner: Key
+    select: bool = True
+
+
 @dataclass
 class Loose:
     tokens: int = 1
@@ -74,7 +81,12 @@ def test_a_key_tuple_changes_with_every_field_and_with_the_sources():
     assert len({key_tuple(key, digest) for key in keys for digest in ("a", "b")}) == 8
 
 
-@pytest.mark.parametrize("key", [Loose(), Holding([1]), 3])
+def test_a_key_tuple_sees_into_nested_keys():
+    assert key_tuple(Outer(Key(4)), "a") != key_tuple(Outer(Key(8)), "a")
+    assert key_tuple(Outer(Key(4)), "a") == key_tuple(Outer(Key(4)), "a")
+
+
+@pytest.mark.parametrize("key", [Loose(), Holding([1]), 3, Holding(Loose())])
 def test_a_key_that_could_change_is_refused(key: object):
     with pytest.raises(TypeError):
         key_tuple(key, "")
@@ -102,23 +114,24 @@ def test_no_source_is_an_error(tmp_path: Path):
 
 
 def test_regions_are_aligned_disjoint_and_found_by_offset():
-    sizes = (1, ALIGN, ALIGN + 1, 8)
-    layout = laid_out((f"r{i}", "scratch", "w", size) for i, size in enumerate(sizes))
-    assert [r.offset for r in layout.regions] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
-    assert layout.bytes == 5 * ALIGN
-    for region in layout.regions:
-        last = region.offset + region.bytes - 1
-        assert layout.at(region.offset) is layout.at(last) is layout[region.name] is region
+    layout = Layout(Space.PEER)
+    placed = [layout.place(f"r{i}", size) for i, size in enumerate((1, ALIGN, ALIGN + 1, 8))]
+    assert [r.offset for r in placed] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
+    assert layout.nbytes == 5 * ALIGN
+    for region in placed:
+        assert (
+            layout.at(region.offset) is layout.at(region.end - 1) is layout[region.name] is region
+        )
     assert layout.at(1) is None
-    assert layout.at(layout.bytes) is None
-    with pytest.raises(KeyError):
-        layout["r4"]
+    assert layout.at(layout.nbytes) is None
 
 
-@pytest.mark.parametrize(("name", "size"), [("r", 8), ("s", 0)])
-def test_a_region_twice_or_of_no_bytes_is_refused(name: str, size: int):
-    with pytest.raises(ValueError, match=f"region {name} of {size} bytes"):
-        laid_out([("r", "scratch", "w", 8), (name, "scratch", "w", size)])
+@pytest.mark.parametrize(("name", "nbytes"), [("r", 8), ("s", 0)])
+def test_a_region_twice_or_of_no_bytes_is_refused(name: str, nbytes: int):
+    layout = Layout(Space.SCRATCH)
+    layout.place("r", 8)
+    with pytest.raises(ValueError, match=name):
+        layout.place(name, nbytes)
 
 
 def test_shards_of_all_ranks_make_up_the_whole():

@@ -34,7 +34,7 @@ def test_all_ranks_pass_the_fence_with_zeroed_mailboxes():
         ranks = [_rank(heap, rank, scratch[rank], debug=False) for rank in range(2)]
         for mailboxes in ranks:
             emu.register(mailboxes.peers.addresses)
-            emu.register(mailboxes._begin.state)
+            emu.register(mailboxes.state)
             emu.register(mailboxes.scratch[0])
         for step in (1, 2):
             for tensor in buffers:
@@ -53,7 +53,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_step():
         heap = InProcessHeap(2, emu.register)
         ranks = [_rank(heap, rank, scratch[rank], debug=True) for rank in range(2)]
         for mailboxes in ranks:
-            for tensor in (mailboxes.peers.addresses, mailboxes._begin.state, *mailboxes.scratch):
+            for tensor in (mailboxes.peers.addresses, mailboxes.state, *mailboxes.scratch):
                 emu.register(tensor)
         emu.run_ranks([lambda m=m: m.begin_step(None) for m in ranks])
         ranks[0].begin_step(None)

@@ -1,0 +1,118 @@
+"""Dimensions, parallelism and options of one deployment, and the build keys they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom.mono.device.step_begin import StepBeginBuild
+from atom.mono.plan.execution import BLOCKS
+
+from .builds import (
+    MINIMAX_M3,
+    PAGE,
+    WIDTHS,
+    DensePostBuild,
+    DensePreBuild,
+    Dims,
+    LayerShape,
+    SparseBuild,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model and how it is run.
+
+    `reusing` are the layers that attend to the blocks the last selecting layer chose. `widths` are
+    the numbers of rows a step may have; a step is padded to one of them. `blocks` and `polls` are
+    for tests on small grids and for debug builds, as in `LayerShape`. Raises ValueError for layers
+    that cannot be in that order.
+    """
+
+    dims: Dims = MINIMAX_M3
+    layers: int = 60
+    dense_layers: int = 3
+    tp: int = 4
+    reusing: frozenset[int] = frozenset()
+    attn_format: str = "bf16"
+    dense_format: str = "bf16"
+    expert_format: str = "fp4"
+    index_topk: int = 16
+    init_blocks: int = 1
+    local_blocks: int = 1
+    max_blocks: int = 8192
+    eps: float = 1e-6
+    route_scale: float = 2.0
+    shared_weight: float = 1.0
+    swiglu_limit: float = 7.0
+    widths: tuple[int, ...] = WIDTHS
+    blocks: int = BLOCKS
+    debug: bool = False
+    polls: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(f"{self.dense_layers} of {self.layers} layers are dense")
+        outside = sorted(i for i in self.reusing if not self.dense_layers < i < self.layers)
+        if outside:
+            raise ValueError(
+                f"layers {outside} cannot reuse a selection: sparse layers "
+                f"{self.dense_layers + 1} to {self.layers - 1} can"
+            )
+
+    @property
+    def sparse_layers(self) -> range:
+        """The indices of the sparse layers."""
+        return range(self.dense_layers, self.layers)
+
+    @property
+    def context(self) -> int:
+        """The longest sequence in tokens."""
+        return self.max_blocks * PAGE
+
+    @property
+    def launches(self) -> int:
+        """Launches of a step, without those of the dense layers' attention."""
+        return 1 + 2 * self.dense_layers + len(self.sparse_layers)
+
+    def shape(self, rows: int) -> LayerShape:
+        """What every layer kernel of width `rows` is built for."""
+        return LayerShape(
+            self.dims,
+            tp=self.tp,
+            tokens=rows,
+            eps=self.eps,
+            blocks=self.blocks,
+            debug=self.debug,
+            polls=self.polls,
+        )
+
+    def step_begin(self) -> StepBeginBuild:
+        """Key of step-begin."""
+        return StepBeginBuild(self.tp, self.debug, self.blocks, self.polls)
+
+    def dense_pre(self, rows: int) -> DensePreBuild:
+        """Key of what a dense layer does before its attention."""
+        return DensePreBuild(self.shape(rows), self.attn_format)
+
+    def dense_post(self, rows: int) -> DensePostBuild:
+        """Key of what it does after it."""
+        return DensePostBuild(
+            self.shape(rows), self.attn_format, self.dense_format, self.swiglu_limit
+        )
+
+    def sparse(self, rows: int, select: bool) -> SparseBuild:
+        """Key of a sparse layer that chooses its blocks, or reuses the last choice."""
+        return SparseBuild(
+            self.shape(rows),
+            select=select,
+            attn_format=self.attn_format,
+            ffn_format=self.expert_format,
+            index_topk=self.index_topk,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+            max_blocks=self.max_blocks,
+            route_scale=self.route_scale,
+            shared_weight=self.shared_weight,
+            swiglu_limit=self.swiglu_limit,
+        )

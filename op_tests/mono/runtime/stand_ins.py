@@ -1,0 +1,262 @@
+"""Small kernels with the ABI of MiniMax-M3's layer kernels, and a model to run them in.
+
+The residual stream is taken as i32 words. A layer adds its number + 1 to each; in a dense layer
+the number goes through q and attention first, so that a step's result shows what ran, in which
+order, on which buffers: the words that came in plus 1 + 2 + ... + layers.
+"""
+
+from __future__ import annotations
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+import torch
+from flydsl.compiler.jit_function import JitFunction
+
+from aiter.ops.flydsl.kernels.device import global_pointer, traced
+from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
+from atom.mono.models.minimax_m3.builds import DensePostBuild, DensePreBuild, Dims, SparseBuild
+from atom.mono.models.minimax_m3.config import Config
+from atom.mono.models.minimax_m3.execution import Builders, Step
+from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner
+from atom.mono.models.minimax_m3.weights import (
+    Tensors,
+    Weights,
+    expected_caches,
+    expected_weights,
+)
+from atom.mono.runtime.peer_memory import InProcessHeap, PeerAllocator
+from op_tests.emulator.session import Emulator
+
+CPU = torch.device("cpu")
+PAGES = 2
+DIMS = Dims(
+    hidden=128,
+    heads=2,
+    kv_heads=1,
+    index_heads=1,
+    dense_inter=128,
+    inter=128,
+    experts=16,
+    topk=2,
+)
+LANES = 64
+
+
+@traced
+def _add(h_out: fx.Int64, h_in: fx.Int64, words: int, number: fx.Int32) -> None:
+    for i in range(fx.Int32(fx.thread_idx.x), fx.Int32(words), fx.Int32(LANES)):
+        value = global_pointer(fx.Int32, h_in)[fx.Int32(i)]
+        global_pointer(fx.Int32, h_out)[fx.Int32(i)] = value + number
+
+
+@kernel_builder
+def build_dense_pre(key: DensePreBuild) -> JitFunction:
+    """q_out[0] = layer."""
+
+    @flyc.kernel
+    def dense_pre(q_out: fx.Int64, layer: fx.Int32):
+        global_pointer(fx.Int32, q_out)[fx.Int32(0)] = layer
+
+    @flyc.jit
+    def launch_dense_pre(
+        h_in: fx.Int64,
+        norm_w: fx.Int64,
+        qkv_w: fx.Int64,
+        qkv_s: fx.Int64,
+        q_norm_w: fx.Int64,
+        k_norm_w: fx.Int64,
+        cos_sin: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
+        k_cache: fx.Int64,
+        v_cache: fx.Int64,
+        q_out: fx.Int64,
+        scratch: fx.Int64,
+        layer: fx.Int32,
+        diag: fx.Int64,
+        stream: fx.Stream,
+    ):
+        dense_pre(q_out, layer).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+
+    return launch_dense_pre
+
+
+@kernel_builder
+def build_dense_post(key: DensePostBuild) -> JitFunction:
+    """h_out = h_in + attn_in[0] + 1."""
+    words = key.shape.tokens * key.shape.dims.hidden // 2
+
+    @flyc.kernel
+    def dense_post(h_out: fx.Int64, h_in: fx.Int64, attn_in: fx.Int64):
+        _add(h_out, h_in, words, global_pointer(fx.Int32, attn_in)[fx.Int32(0)] + 1)
+
+    @flyc.jit
+    def launch_dense_post(
+        h_in: fx.Int64,
+        attn_in: fx.Int64,
+        o_w: fx.Int64,
+        o_s: fx.Int64,
+        norm_w: fx.Int64,
+        gate_up_w: fx.Int64,
+        gate_up_s: fx.Int64,
+        down_w: fx.Int64,
+        down_s: fx.Int64,
+        h_out: fx.Int64,
+        scratch: fx.Int64,
+        peers: fx.Int64,
+        rank: fx.Int32,
+        layer: fx.Int32,
+        diag: fx.Int64,
+        stream: fx.Stream,
+    ):
+        dense_post(h_out, h_in, attn_in).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+
+    return launch_dense_post
+
+
+@kernel_builder
+def build_sparse(key: SparseBuild) -> JitFunction:
+    """h_out = h_in + layer + 1."""
+    words = key.shape.tokens * key.shape.dims.hidden // 2
+
+    @flyc.kernel
+    def sparse_layer(
+        h_out: fx.Int64,
+        h_in: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
+        block_table: fx.Int64,
+        qkv_w: fx.Int64,
+        layer: fx.Int32,
+        table_stride: fx.Int32,
+    ):
+        _add(h_out, h_in, words, layer + 1)
+
+    @flyc.jit
+    def launch_sparse(
+        h_in: fx.Int64,
+        norm1_w: fx.Int64,
+        qkv_w: fx.Int64,
+        qkv_s: fx.Int64,
+        q_norm_w: fx.Int64,
+        k_norm_w: fx.Int64,
+        iq_norm_w: fx.Int64,
+        ik_norm_w: fx.Int64,
+        cos_sin: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
+        k_cache: fx.Int64,
+        v_cache: fx.Int64,
+        index_cache: fx.Int64,
+        block_table: fx.Int64,
+        selection: fx.Int64,
+        o_w: fx.Int64,
+        o_s: fx.Int64,
+        norm2_w: fx.Int64,
+        router_w: fx.Int64,
+        router_bias: fx.Int64,
+        gate_up_w: fx.Int64,
+        gate_up_s: fx.Int64,
+        down_w: fx.Int64,
+        down_s: fx.Int64,
+        h_out: fx.Int64,
+        scratch: fx.Int64,
+        peers: fx.Int64,
+        rank: fx.Int32,
+        layer: fx.Int32,
+        table_stride: fx.Int32,
+        diag: fx.Int64,
+        stream: fx.Stream,
+    ):
+        sparse_layer(h_out, h_in, positions, slots, block_table, qkv_w, layer, table_stride).launch(
+            grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream
+        )
+
+    return launch_sparse
+
+
+STAND_INS = Builders(build_dense_pre, build_dense_post, build_sparse)
+
+
+def small_config(**changes: object) -> Config:
+    """MiniMax-M3's 60 layers at the smallest dimensions, one rank, a grid of two workgroups."""
+    options = {"dims": DIMS, "tp": 1, "max_blocks": 16, "blocks": 2, **changes}
+    return Config(**options)  # type: ignore[arg-type]
+
+
+def zeros(expected: dict) -> dict[str, torch.Tensor]:
+    """Tensors of the first dtype that is expected."""
+    made = {}
+    for name, want in expected.items():
+        dtype = want.dtypes[0]
+        tensor = (
+            torch.zeros(want.shape, dtype=torch.uint8).view(dtype)
+            if (dtype.itemsize == 1)
+            else torch.zeros(want.shape, dtype=dtype)
+        )
+        if want.shuffled:
+            tensor.is_shuffled = True
+        made[name] = tensor
+    return made
+
+
+def make_weights(config: Config) -> Weights:
+    """Zero weights of a rank."""
+    cos_sin = torch.zeros(config.context, config.dims.rotary)
+    return Weights(
+        cos_sin, [zeros(expected_weights(config, layer)) for layer in range(config.layers)]
+    )
+
+
+def make_caches(config: Config) -> list[Tensors]:
+    """Zero caches of `PAGES` pages."""
+    return [zeros(expected_caches(config, layer, PAGES)) for layer in range(config.layers)]
+
+
+def copy_attention(layer: int, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+    """An attention that hands q on."""
+    out.copy_(q)
+
+
+def make_runner(
+    config: Config, allocator: PeerAllocator | None = None, builders: Builders = STAND_INS
+) -> MiniMaxM3Runner:
+    """A runner over zero weights, alone unless an allocator says otherwise."""
+    return MiniMaxM3Runner(
+        config,
+        make_weights(config),
+        make_caches(config),
+        copy_attention,
+        allocator or InProcessHeap(config.tp).allocator(0),
+        None,
+        CPU,
+        builders,
+    )
+
+
+def make_step(config: Config, rows: int, first: int = 0) -> Step:
+    """A step whose residual words count up from `first`."""
+    words = torch.arange(first, first + rows * config.dims.hidden // 2, dtype=torch.int32)
+    return Step(
+        hidden=words.view(torch.bfloat16).view(rows, config.dims.hidden),
+        positions=torch.zeros(rows, dtype=torch.int32),
+        slots=torch.arange(rows, dtype=torch.int32),
+        block_table=torch.zeros(rows, 3, dtype=torch.int32),
+    )
+
+
+def words_of(hidden: torch.Tensor) -> torch.Tensor:
+    """The residual stream as its i32 words."""
+    return hidden.contiguous().view(torch.int32).flatten()
+
+
+def allow(emulator: Emulator, runner: MiniMaxM3Runner, *steps: Step) -> None:
+    """Let emulated kernels reach what `runner` and `steps` give them by address."""
+    b = runner._buffers
+    held = [*b.residual, b.q, b.attn, b.selection, b.scratch, runner._peers.addresses]
+    held += [runner._mailboxes.state, *([] if b.diag is None else [b.diag])]
+    held += [t for layer in runner._bound.layers for t in layer.held]
+    for step in steps:
+        held += [step.hidden, step.positions, step.slots, step.block_table]
+    for tensor in held:
+        emulator.register(tensor)

@@ -1,0 +1,301 @@
+"""MiniMax-M3's runner: its steps on the emulator, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from aiter.jit.utils.chip_info import Target
+from aiter.ops.flydsl.kernels.tensor_shim import intercepted
+from atom.mono.models.minimax_m3.config import Config
+from atom.mono.models.minimax_m3.dispatch import refusals, width_for
+from atom.mono.models.minimax_m3.execution import Builders
+from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity
+from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
+from atom.mono.runtime.consensus import MonoUnsupported
+from atom.mono.runtime.deployment import Deployment
+from atom.mono.runtime.peer_memory import InProcessHeap
+from op_tests.emulator import emulated
+from op_tests.mono.runtime.stand_ins import (
+    CPU,
+    DIMS,
+    STAND_INS,
+    allow,
+    copy_attention,
+    make_caches,
+    make_runner,
+    make_step,
+    make_weights,
+    small_config,
+    words_of,
+)
+
+# Few layers: two dense, three sparse, the second of which reuses the first's selection.
+FEW = {"layers": 5, "dense_layers": 2, "reusing": frozenset({3})}
+
+
+@pytest.mark.compile
+@pytest.mark.emulated
+@pytest.mark.parametrize("layers", [5, 6])
+def test_a_step_passes_the_residual_stream_through_every_layer_in_order(gfx950, layers: int):
+    config = small_config(**{**FEW, "layers": layers})
+    peer_memory: list[torch.Tensor] = []
+    runner = make_runner(config, InProcessHeap(1, peer_memory.append).allocator(0))
+    assert runner.prepare(4)
+    steps = [make_step(config, 4), make_step(config, 4, first=1000)]
+    with emulated("gfx950") as emu:
+        allow(emu, runner, *steps)
+        emu.register(*peer_memory)
+        for step in steps:
+            came = words_of(step.hidden).clone()
+            went = words_of(runner.forward(step))
+            assert torch.equal(went, came + layers * (layers + 1) // 2)
+            assert torch.equal(words_of(step.hidden), came), "the caller's tensor is only read"
+    assert runner._mailboxes.state[0] == 2
+
+
+def _launches(config: Config, rows: int) -> list[tuple[str, tuple]]:
+    seen: list[tuple[str, tuple]] = []
+    runner = make_runner(config)
+    assert runner.prepare(rows)
+    with intercepted(lambda exe, args: seen.append((exe.func.__name__, args))):
+        runner.forward(make_step(config, rows))
+    return seen
+
+
+@pytest.mark.compile
+def test_a_step_of_the_real_depth_is_64_launches_in_order(gfx950):
+    config = small_config(reusing=frozenset(range(5, 60, 2)))
+    names = [name for name, _ in _launches(config, 1)]
+    assert names == [
+        "launch_step_begin",
+        *["launch_dense_pre", "launch_dense_post"] * 3,
+        *["launch_sparse"] * 57,
+    ]
+    assert len(names) == config.launches == Config().launches == 64
+
+
+@pytest.mark.compile
+def test_layers_alternate_between_two_buffers_and_are_numbered(gfx950):
+    layers = [args for name, args in _launches(small_config(), 1) if name == "launch_sparse"]
+    assert [args[29] for args in layers] == list(range(3, 60))
+    first, second = {args[0] for args in layers[::2]}, {args[0] for args in layers[1::2]}
+    assert (len(first), len(second)) == (1, 1)
+    assert all(a[25] == b[0] for a, b in pairwise(layers))
+
+
+@pytest.mark.compile
+def test_reusing_layers_run_the_other_build(gfx950):
+    config = small_config(**FEW)
+    runner = make_runner(config)
+    assert runner.prepare(1)
+    seen = []
+    with intercepted(lambda exe, args: seen.append(getattr(exe.build_ref.key, "select", None))):
+        runner.forward(make_step(config, 1))
+    assert [select for select in seen if select is not None] == [True, False, True]
+
+
+@pytest.mark.compile
+def test_a_width_must_be_prepared_and_tensors_must_fit(gfx950):
+    config = small_config(**FEW)
+    runner = make_runner(config)
+    assert not runner.prepare(3)
+    with pytest.raises(MonoUnsupported, match="width 4 is not prepared"):
+        runner.forward(make_step(config, 4))
+    assert runner.prepare(4)
+    good = make_step(config, 4)
+    for changed, said in (
+        ({"positions": good.positions.long()}, "positions is torch.int64"),
+        ({"slots": good.slots[:3]}, r"slots is torch.int32 \(3,\)"),
+        ({"hidden": good.hidden.float()}, "hidden is torch.float32"),
+        ({"block_table": torch.zeros(4, 6, dtype=torch.int32)[:, ::2]}, "block_table"),
+        ({"block_table": torch.zeros(4, 17, dtype=torch.int32)}, r"block_table .* \(4, 17\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            runner.forward(replace(good, **changed))
+    assert not runner.warm(4)
+
+
+def test_a_build_that_fails_refuses_the_width(caplog: pytest.LogCaptureFixture):
+    def broken(key: object):
+        raise KeyError("no such stage")
+
+    config = small_config(**FEW)
+    runner = make_runner(config, builders=Builders(broken, broken, broken))
+    assert not runner.prepare(4)
+    assert "MiniMax-M3 mono: width 4 cannot be built" in caplog.text
+
+
+def test_peer_memory_ends_with_the_runner():
+    runner = make_runner(small_config(**FEW))
+    peers = runner._peers
+    assert peers.own
+    del runner
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = peers.own
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _refusal(weights=None, caches=None, **changes: object) -> str:
+    config = small_config(**FEW, **changes)
+    with pytest.raises(MonoUnsupported) as error:
+        MiniMaxM3Runner(
+            config,
+            weights or make_weights(config),
+            caches or make_caches(config),
+            copy_attention,
+            InProcessHeap(1).allocator(0),
+            None,
+            CPU,
+            STAND_INS,
+        )
+    return str(error.value)
+
+
+def _changed(layer: int, name: str, tensor: torch.Tensor | None):
+    weights = make_weights(small_config(**FEW))
+    if tensor is None:
+        del weights.layers[layer][name]
+    else:
+        weights.layers[layer][name] = tensor
+    return weights
+
+
+def _shuffled(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.is_shuffled = True
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "tensor", "said"),
+    [
+        (2, "down_s", None, "layer 2: down_s is missing"),
+        (0, "router_w", torch.zeros(1), "layer 0: router_w is not expected"),
+        (1, "o_w", torch.zeros(128, 256), "layer 1: o_w is float32, not bfloat16"),
+        (
+            1,
+            "o_w",
+            _shuffled(torch.zeros(128, 128, dtype=torch.bfloat16)),
+            "layer 1: o_w has shape (128, 128), not (128, 256)",
+        ),
+        (
+            1,
+            "o_w",
+            torch.zeros(128, 256, dtype=torch.bfloat16),
+            "layer 1: o_w is not in the order of aiter.ops.shuffle.shuffle_weight (`is_shuffled`)",
+        ),
+        (
+            1,
+            "o_w",
+            _shuffled(torch.zeros(256, 128, dtype=torch.bfloat16).t()),
+            "layer 1: o_w is not contiguous memory aligned to 16 bytes",
+        ),
+        (
+            1,
+            "norm1_w",
+            torch.zeros(129, dtype=torch.bfloat16)[1:],
+            "layer 1: norm1_w is not contiguous memory aligned to 16 bytes",
+        ),
+        (
+            1,
+            "norm1_w",
+            torch.zeros(128, dtype=torch.bfloat16, device="meta"),
+            "layer 1: norm1_w is on meta, not cpu",
+        ),
+        (
+            2,
+            "down_s",
+            torch.full((17 * 128, 8), 255, dtype=torch.uint8),
+            "layer 2: down_s has scales that are not numbers (255)",
+        ),
+        (
+            2,
+            "down_s",
+            torch.zeros(17 * 128, 4, dtype=torch.uint8),
+            "layer 2: down_s has shape (2176, 4), not (2176, 8)",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_layer_and_name(layer, name, tensor, said: str):
+    assert _refusal(_changed(layer, name, tensor)) == said
+
+
+def test_scales_padded_as_shuffle_scale_pads_them_are_taken():
+    config = small_config(**FEW)
+    weights = _changed(2, "down_s", torch.zeros(2304, 8, dtype=torch.uint8))
+    assert bind_weights(config, weights, make_caches(config), CPU).layers[2].addresses["down_s"]
+
+
+def test_absent_scales_are_address_zero():
+    config = small_config(**FEW)
+    bound = bind_weights(config, make_weights(config), make_caches(config), CPU)
+    assert bound.layers[0].addresses["qkv_s"] == 0
+    assert "qkv_s" not in expected_weights(config, 0)
+
+
+def test_all_reasons_come_at_once_up_to_a_limit():
+    config = small_config(**FEW)
+    weights = make_weights(config)
+    for layer in weights.layers:
+        del layer["norm1_w"], layer["norm2_w"]
+    message = _refusal(weights)
+    assert message.count("is missing") == 8
+    assert message.endswith("and 2 more")
+
+
+def test_a_short_rotary_table_is_refused():
+    config = small_config(**FEW)
+    weights = replace(make_weights(config), cos_sin=torch.zeros(100, 64))
+    assert "cos_sin has shape (100, 64), not (2048, 64)" in _refusal(weights)
+
+
+def test_caches_of_different_sizes_are_refused():
+    caches = make_caches(small_config(**FEW))
+    caches[3]["v_cache"] = torch.zeros(3, 1, 128, 128, dtype=torch.bfloat16)
+    assert "layer 3: v_cache has shape (3, 1, 128, 128), not (2, 1, 128, 128)" in _refusal(
+        caches=caches
+    )
+
+
+def test_a_missing_layer_is_refused():
+    weights = make_weights(small_config(**FEW))
+    assert "weights of 4 layers are given, the model has 5" in _refusal(
+        replace(weights, layers=weights.layers[:4])
+    )
+
+
+def test_ranks_that_differ_in_anything_that_changes_code_differ_in_identity():
+    base = small_config(**FEW)
+    others = [
+        replace(base, eps=1e-5),
+        replace(base, expert_format="fp8"),
+        replace(base, reusing=frozenset()),
+        replace(base, widths=(1, 4)),
+        replace(base, debug=True),
+        replace(base, dims=replace(DIMS, topk=3)),
+    ]
+    assert len({identity(config) for config in (base, *others)}) == 7
+
+
+@pytest.mark.parametrize("reusing", [{2}, {5}, {1}])
+def test_a_layer_with_nothing_to_reuse_is_refused(reusing: set[int]):
+    with pytest.raises(ValueError, match="cannot reuse a selection"):
+        small_config(**{**FEW, "reusing": frozenset(reusing)})
+
+
+def test_a_deployment_is_refused_by_what_this_model_needs():
+    config = Config()
+    good = Deployment(Target.of("gfx950"), tensor_parallel=4)
+    assert list(refusals(config, good)) == []
+    bad = replace(good, tensor_parallel=2, kv_dtype="fp8", page=64, context=(1 << 20) + 1)
+    assert len(list(refusals(config, bad))) == 4
+
+
+def test_a_step_is_padded_to_the_narrowest_width():
+    widths = [width_for(Config(), rows) for rows in (0, 1, 2, 4, 5, 16, 17)]
+    assert widths == [None, 1, 4, 4, 8, 16, None]
