@@ -12,6 +12,11 @@ left out of a name, so that name and value correspond one to one:
     grouped_gemm1_fp4_gugu
     impl__<registered>__<free-form configuration>
 
+A name says what its table means by it. Some of that has no effect on this project's kernels: the
+sort block (sbm), async, f16in, f4out and cshuffle, bf16lds, sp, and most hints of waves per EU;
+persist and cumul change a grid, not code. `aiter.ops.flydsl.moe.stages` says why, parameter by
+parameter, and a plan's `notes` say it of a row.
+
 Plain Python: imports neither torch nor FlyDSL.
 """
 

@@ -39,10 +39,11 @@ from atom.mono.plan.execution import THREADS, WAVES
 from .cta import Cta
 from .heads import HEAD_DIM, PAGE, Caches
 from .matvec import WordRows, multiply, zero_tile
-from .sync import Words, acquire
+from .sync import Words, acquire, beyond
 
 _KEY_TILES = PAGE // 16
 _DIM_TILES = HEAD_DIM // 16
+_TILES_AHEAD = 4
 _HEADS = 16  # columns
 _STATE_FLOATS = _HEADS * (HEAD_DIM + 2)  # a wave's sums, then its maxima, then its denominators
 ATTENTION_BYTES = 4 * WAVES * _STATE_FLOATS  # LDS
@@ -151,17 +152,20 @@ def _add_block(
 ) -> None:
     """Add one block to the running softmax; `last` is the last key of it that counts."""
     g, row = div(lane, 16), mod(lane, 16)
+    key_lane = (row * HEAD_DIM + g * 8) * 2
+    value_lane = (row * PAGE + g * 4) * 2
     scores = []
     for tile in range(_KEY_TILES):
         acc = zero_tile()
         for j in range(HEAD_DIM // 32):
-            at = keys + fx.Int64((row + 16 * tile) * HEAD_DIM + g * 8 + 32 * j) * 2
+            at = beyond(keys + (16 * tile * HEAD_DIM + 32 * j) * 2, key_lane)
             operand = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
             acc = multiply(operand.bitcast(fx.BFloat16), query[j], acc)
         for i in range(4):
             key = g * 4 + (16 * tile + i)
             score = acc[i] * (shape.sm_scale * math.log2(math.e))
             scores.append((key <= last).select(score, fx.Float32(-math.inf)))
+        _end_tile(tile)
     highest = scores[0]
     for score in scores[1:]:
         highest = fx.max(highest, score)
@@ -183,14 +187,24 @@ def _add_block(
     for tile in range(_DIM_TILES):
         acc = state.sums[None, tile].load() * keep
         for j in range(PAGE // 32):
-            at = values + fx.Int64((row + 16 * tile) * PAGE + g * 4 + 32 * j) * 2
+            base = values + (16 * tile * PAGE + 32 * j) * 2
             halves = [
-                fx.generic_load(global_pointer(fx.Int32, at + 32 * h, 8), count=2) for h in range(2)
+                fx.generic_load(
+                    global_pointer(fx.Int32, beyond(base + 32 * h, value_lane), 8), count=2
+                )
+                for h in range(2)
             ]
             words = [half[i] for half in halves for i in range(2)]
             operand = fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
             acc = multiply(operand, operands[j], acc)
         state.sums[None, tile].store(acc)
+        _end_tile(tile)
+
+
+def _end_tile(tile: int) -> None:
+    """Keep the compiler from loading a whole page ahead, which would cost it all registers."""
+    if tile % _TILES_AHEAD == _TILES_AHEAD - 1:
+        fx.rocdl.sched_barrier(0)
 
 
 @traced

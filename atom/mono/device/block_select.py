@@ -25,7 +25,7 @@ from atom.mono.plan.execution import THREADS, WAVES
 from .cta import Cta
 from .heads import HEAD_DIM, PAGE, Caches
 from .matvec import WordRows, multiply, zero_tile
-from .sync import Words
+from .sync import Words, beyond
 
 _NONE = -math.inf  # a block already chosen
 _LOWEST = -3.0e38  # what a score that is no number counts as
@@ -94,12 +94,14 @@ def _best_key(
     for tile in range(PAGE // 16):
         acc = zero_tile()
         for j in range(HEAD_DIM // 32):
-            at = keys + fx.Int64((row + 16 * tile) * HEAD_DIM + g * 8 + 32 * j) * 2
+            at = beyond(keys + (16 * tile * HEAD_DIM + 32 * j) * 2, (row * HEAD_DIM + g * 8) * 2)
             operand = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
             acc = multiply(operand.bitcast(fx.BFloat16), query[j], acc)
         for i in range(4):
             key = g * 4 + (16 * tile + i)
             best = fx.max(best, (key <= last).select(acc[i], fx.Float32(_NONE)))
+        if tile % 4 == 3:
+            fx.rocdl.sched_barrier(0)  # or the compiler loads the whole page ahead
     distance = LANES // 2
     while distance:
         best = fx.max(best, fx.gpu.shuffle_xor(best, distance, LANES))

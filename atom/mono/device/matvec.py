@@ -39,7 +39,7 @@ from aiter.ops.flydsl.kernels.device import (
 from atom.mono.plan.execution import WAVES
 
 from .cta import Cta
-from .sync import Words
+from .sync import Words, beyond
 
 TILE = 16  # rows of a task
 STEP = 128  # elements of K that a wave takes at once
@@ -98,7 +98,7 @@ class Weight(TraceObject):
         runs = {"bf16": 4, "fp8": 2, "fp4": 1}[self.fmt]
         step_bytes = runs * 16 * LANES
         base = self.data + (fx.Int64(tile) * self.steps + fx.Int64(step)) * step_bytes
-        raw = [self._run(base + fx.Int64(lane * 16 + 16 * LANES * r)) for r in range(runs)]
+        raw = [self._run(beyond(base + 16 * LANES * r, lane * 16)) for r in range(runs)]
         if self.fmt == "bf16":
             return [run.bitcast(fx.BFloat16) for run in raw]
         byte = mod(step, 2) * 2 + mod(tile, 2)
@@ -119,7 +119,7 @@ class Weight(TraceObject):
 
     def _scale(self, word: fx.Int32, byte: fx.Int32) -> fx.Float32:
         """2^(e8m0 - 127) of a byte of the scale words."""
-        held = global_pointer(fx.Int32, self.scale + fx.Int64(word) * 4).load()
+        held = global_pointer(fx.Int32, beyond(self.scale, word * 4)).load()
         return ((shift_right(held, byte * 8) & 255) << 23).bitcast(fx.Float32)
 
 

@@ -171,10 +171,12 @@ class ActiveExperts(TraceObject):
     def _list(self, lane: fx.Int32) -> None:
         shape = self.shape
         own = self._routes[fx.min(lane, fx.Int32(shape.routes - 1))]
-        first = lane < shape.routes
-        for route in fx.range_constexpr(shape.routes):
-            earlier = (self._routes[fx.Int32(route)] == own) & (lane > route)
-            first = first & (earlier == fx.Boolean(False))
+        earliest = fx.Int32(LANES)
+        for i in fx.range_constexpr(shape.routes):
+            route = shape.routes - 1 - i
+            same = fx.Int32(fx.rocdl.readlane(T.i32, own, route)) == own
+            earliest = same.select(fx.Int32(route), earliest)
+        first = earliest == lane
         mask = fx.Int64(fx.rocdl.ballot(T.i64, first))
         low, high = fx.Int32(mask), fx.Int32(fx.Uint64(mask) >> fx.Uint64(32))
         before = fx.Int32(

@@ -117,6 +117,11 @@ def acquire(space: Space = Space.SCRATCH) -> None:
     fx.memory_fence(syncscope=_SCOPES[space], ordering=fx.AtomicOrdering.Acquire)
 
 
+def beyond(base: fx.Int64, offset: fx.Int32) -> fx.Int64:
+    """The address `offset` >= 0 bytes from `base`, so written that a uniform base stays scalar."""
+    return base + fx.Int64(fx.Uint64(fx.Uint32(offset)))
+
+
 class Words(TraceObject):
     """The mailbox words of a region from `address` on, tagged `tag`.
 
@@ -147,7 +152,7 @@ class Words(TraceObject):
         low = fx.Int64(fx.Uint64(fx.Uint32(value)))
         word = low | (fx.Int64(self.tag) << 32)
         fx.generic_store(
-            global_pointer(fx.Int64, self.address + fx.Int64(index) * WORD),
+            global_pointer(fx.Int64, beyond(self.address, index * WORD)),
             word,
             memory_order=_RELAXED,
             syncscope=_SCOPES[self.space],
@@ -176,7 +181,7 @@ class Words(TraceObject):
         """Wait for `count` (1, 2 or 4) words from `index` on. Lanes that are not `wanted` get 0
         without waiting; their index must still be one of the region's."""
         note(self.region, self.space, Kind.POLL)
-        held = _await(self, self.address + fx.Int64(index) * WORD, count, index, wanted)
+        held = _await(self, beyond(self.address, index * WORD), count, index, wanted)
         values = [fx.Int32(held[i]) for i in range(count)]
         if wanted is not None:
             values = [wanted.select(value, fx.Int32(0)) for value in values]
@@ -186,7 +191,7 @@ class Words(TraceObject):
 def _load(words: Words, at: fx.Int64, count: int) -> fx.Vector:
     held = [
         fx.generic_load(
-            global_pointer(fx.Int64, at + WORD * i),
+            global_pointer(fx.Int64, at) + i,
             memory_order=_RELAXED,
             syncscope=_SCOPES[words.space],
         )
