@@ -238,6 +238,17 @@ def test_absent_scales_are_address_zero():
     assert "qkv_s" not in expected_weights(config, 0)
 
 
+def test_a_layer_that_reuses_a_selection_has_no_index_heads():
+    config = small_config(**FEW)
+    selecting, reusing = expected_weights(config, 2), expected_weights(config, 3)
+    assert set(selecting) - set(reusing) == {"iq_norm_w", "ik_norm_w"}
+    assert selecting["qkv_w"].shape[0] - reusing["qkv_w"].shape[0] == 2 * 128
+    bound = bind_weights(config, make_weights(config), make_caches(config), CPU)
+    absent = ("iq_norm_w", "ik_norm_w", "index_cache")
+    assert [bound.layers[3].addresses[name] for name in absent] == [0, 0, 0]
+    assert 0 not in [bound.layers[2].addresses[name] for name in absent]
+
+
 def test_all_reasons_come_at_once_up_to_a_limit():
     config = small_config(**FEW)
     weights = make_weights(config)

@@ -65,6 +65,10 @@ class Config:
         """The indices of the sparse layers."""
         return range(self.dense_layers, self.layers)
 
+    def selects(self, layer: int) -> bool:
+        """Whether `layer` chooses the blocks it attends to."""
+        return layer >= self.dense_layers and layer not in self.reusing
+
     @property
     def context(self) -> int:
         """The longest sequence in tokens."""

@@ -81,25 +81,25 @@ class Builders:
 class WidthKernels:
     """The layer launchers of one width; None where no layer needs it."""
 
-    dense_pre: JitFunction | None
-    dense_post: JitFunction | None
-    select: JitFunction | None
-    reuse: JitFunction | None
+    pre: JitFunction | None
+    post: JitFunction | None
+    selecting: JitFunction | None
+    reusing: JitFunction | None
 
     def pairs(self) -> list[tuple[JitFunction, KernelAbi]]:
         """The launchers there are, with their ABIs."""
         found = (
-            (self.dense_pre, PRE.abi),
-            (self.dense_post, POST.abi),
-            (self.select, SPARSE.abi),
-            (self.reuse, SPARSE.abi),
+            (self.pre, PRE.abi),
+            (self.post, POST.abi),
+            (self.selecting, SPARSE.abi),
+            (self.reusing, SPARSE.abi),
         )
         return [(launcher, abi) for launcher, abi in found if launcher is not None]
 
 
 def width_kernels(config: Config, rows: int, builders: Builders) -> WidthKernels:
     """Build the launchers of width `rows`."""
-    dense, selecting = config.dense_layers, set(config.sparse_layers) - config.reusing
+    dense, selecting = config.dense_layers, any(map(config.selects, config.sparse_layers))
     return WidthKernels(
         builders.dense_pre(config.dense_pre(rows)) if dense else None,
         builders.dense_post(config.dense_post(rows)) if dense else None,
@@ -183,7 +183,7 @@ class WidthExecution:
                 post = _bind(POST, values, norm_w="norm2_w")
                 self._dense.append((layer, pre, post))
             else:
-                launcher = kernels.reuse if layer in config.reusing else kernels.select
+                launcher = kernels.selecting if config.selects(layer) else kernels.reusing
                 assert launcher is not None
                 self._sparse.append((layer, launcher, _bind(SPARSE, values)))
 
@@ -208,9 +208,9 @@ class WidthExecution:
         order_pre, order_post, order = PRE.order, POST.order, SPARSE.order
         for layer, pre, post in self._dense:
             values = fresh[layer & 1] if layer else first
-            _run_compiled(kernels.dense_pre, *order_pre(pre + values), stream)
+            _run_compiled(kernels.pre, *order_pre(pre + values), stream)
             attention(layer, q, step, attn)
-            _run_compiled(kernels.dense_post, *order_post(post + values), stream)
+            _run_compiled(kernels.post, *order_post(post + values), stream)
         for layer, launcher, weights in self._sparse:
             values = fresh[layer & 1] if layer else first
             _run_compiled(launcher, *order(weights + values), stream)

@@ -5,7 +5,9 @@ number. So everything is checked once, and what does not fit is refused with all
 
 Shapes are those of one rank and are written out in `builds`. In a layer's mapping the names are
 those of the launchers' parameters, `norm1_w` being the norm before attention and `norm2_w` the
-one before the FFN in dense layers too. Scales (`*_s`) are left out where the format is bf16.
+one before the FFN in dense layers too. Left out are scales (`*_s`) where the format is bf16, and
+what concerns the index heads (`iq_norm_w`, `ik_norm_w`, `index_cache`) in layers that reuse a
+selection.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _DATA = {
     "fp4": (torch.uint8, torch.float4_e2m1fn_x2),
 }
 _SCALE = (torch.uint8, torch.float8_e8m0fnu)
+_OPTIONAL = ("qkv_s", "o_s", "gate_up_s", "down_s", "iq_norm_w", "ik_norm_w", "index_cache")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -60,7 +63,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """A layer's addresses by name, weights and caches; absent scales are 0.
+    """A layer's addresses by name, weights and caches; what is left out is 0.
 
     The tensors are held, and must stay where they are: an address is read once.
     """
@@ -113,12 +116,14 @@ def expected_weights(config: Config, layer: int) -> dict[str, Expected]:
             **_matrix("down", hidden, inter, fmt, experts=1),
         }
     fmt, inter, stack = config.expert_format, shape.inter, dims.experts + 1
+    select = config.selects(layer)
+    rows = config.sparse(shape.tokens, select).qkv_rows
+    index_norms = {"iq_norm_w": _vector(HEAD_DIM), "ik_norm_w": _vector(HEAD_DIM)}
     return {
         **found,
-        **_matrix("qkv", shape.qkv_rows + shape.index_rows, hidden, config.attn_format),
-        "iq_norm_w": _vector(HEAD_DIM),
-        "ik_norm_w": _vector(HEAD_DIM),
-        **_matrix("router", dims.experts, hidden, "bf16"),
+        **(index_norms if select else {}),
+        **_matrix("qkv", rows, hidden, config.attn_format),
+        **_matrix("router", round_up(dims.experts, 16), hidden, "bf16"),
         "router_bias": Expected((dims.experts,), (torch.float32,)),
         **_matrix("gate_up", 2 * inter, hidden, fmt, experts=stack),
         **_matrix("down", hidden, inter, fmt, experts=stack),
@@ -132,7 +137,7 @@ def expected_caches(config: Config, layer: int, pages: int) -> dict[str, Expecte
         "k_cache": Expected((pages, kv, PAGE, HEAD_DIM), bf16),
         "v_cache": Expected((pages, kv, HEAD_DIM, PAGE), bf16),
     }
-    if layer >= config.dense_layers:
+    if config.selects(layer):
         found["index_cache"] = Expected((pages, PAGE, HEAD_DIM), bf16)
     return found
 
@@ -192,7 +197,7 @@ def bind_weights(
         given = {**tensors, **cells}
         expected = expected_weights(config, layer) | expected_caches(config, layer, pages)
         found += problems(f"layer {layer}", given, expected, device)
-        addresses = {"qkv_s": 0, "o_s": 0, "gate_up_s": 0, "down_s": 0}
+        addresses = dict.fromkeys(_OPTIONAL, 0)
         addresses |= {name: tensor.data_ptr() for name, tensor in given.items()}
         layers.append(BoundLayer(addresses, tuple(given.values())))
     if found:
