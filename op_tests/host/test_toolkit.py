@@ -167,3 +167,41 @@ def test_a_real_package_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch, 
         """)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == f"[{package!r}] []"
+
+
+class TestWithoutALinker:
+    @pytest.fixture(autouse=True)
+    def forget(self):
+        toolkit._remembered.cache_clear()
+        yield
+        toolkit._remembered.cache_clear()
+
+    def test_what_comes_from_a_cache_needs_none(self):
+        with toolkit.toolkit_env_if_any():
+            pass
+
+    def test_what_must_be_compiled_says_so(self):
+        from flydsl.compiler.diagnostics import DSLCompileError
+
+        with pytest.raises(ToolkitError, match="linker"), toolkit.toolkit_env_if_any():
+            raise DSLCompileError("lld invocation failed")
+
+    def test_other_errors_pass(self):
+        with pytest.raises(KeyError), toolkit.toolkit_env_if_any():
+            raise KeyError("x")
+
+    def test_it_is_looked_for_once_in_an_environment(self, monkeypatch: pytest.MonkeyPatch):
+        looked = []
+        monkeypatch.setattr(toolkit, "find_linker", lambda: looked.append(1) or _none())
+        for _ in range(3):
+            with toolkit.toolkit_env_if_any():
+                pass
+        assert len(looked) == 1
+        monkeypatch.setenv("PATH", "/elsewhere")
+        with toolkit.toolkit_env_if_any():
+            pass
+        assert len(looked) == 2
+
+
+def _none():
+    raise ToolkitError("no linker")

@@ -213,7 +213,7 @@ def sort_survives() -> bool:
     ids = routing(96, 4, experts, "even", g)
     weights = torch.rand(96, 4, generator=g)
     with rebuilt({"sort": moe_sort.build_sort}):
-        for seed in range(8):
+        for seed in range(16):
             try:
                 with emulated(GFX950, order="random", seed=seed):
                     result = run_sort(ids, weights, experts, block_m)

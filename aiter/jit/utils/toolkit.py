@@ -8,6 +8,7 @@ Imports neither torch nor FlyDSL.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shlex
@@ -21,7 +22,11 @@ from pathlib import Path
 from aiter import env
 from aiter.jit.utils.linker import Linker, ToolkitError, bitcode_of, find_linker, rocm_roots
 
-__all__ = ["Toolkit", "ToolkitError", "find_toolkit", "toolkit_env"]
+__all__ = ["Toolkit", "ToolkitError", "find_toolkit", "toolkit_env", "toolkit_env_if_any"]
+
+
+# The variables that decide which linker is found and where it is laid out.
+_SEARCHED = (env.ROCM_PATH.name, "PATH", env.XDG_CACHE_HOME.name, "HOME")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,36 @@ def toolkit_env() -> Iterator[Toolkit]:
     toolkit = find_toolkit()
     with env.overlay(toolkit.env()):
         yield toolkit
+
+
+@contextmanager
+def toolkit_env_if_any() -> Iterator[None]:
+    """:func:`toolkit_env` for what may come from a cache and then needs no linker.
+
+    Looks for a linker once per environment. Where there is none, ToolkitError is raised only if
+    FlyDSL fails to compile something inside.
+    """
+    found = _remembered(tuple(os.environ.get(name) for name in _SEARCHED))
+    if isinstance(found, Toolkit):
+        with env.overlay(found.env()):
+            yield
+        return
+    try:
+        yield
+    except Exception as error:
+        from flydsl.compiler.diagnostics import DSLCompileError
+
+        if isinstance(error, DSLCompileError):
+            raise found from error
+        raise
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(environment: tuple[str | None, ...]) -> Toolkit | ToolkitError:
+    try:
+        return find_toolkit()
+    except ToolkitError as missing:
+        return missing
 
 
 def _user_bitcode(linker: Linker) -> Path | None:

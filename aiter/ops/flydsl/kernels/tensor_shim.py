@@ -53,7 +53,7 @@ from aiter.jit.utils.flydsl_private import (
     runtime_library,
     tensor_abi,
 )
-from aiter.jit.utils.toolkit import toolkit_env
+from aiter.jit.utils.toolkit import toolkit_env, toolkit_env_if_any
 
 from .host_entry import ADDRESS, COMPILE_ONLY, ENVIRON, NOT_LOADED, HostEntry, fast_path, hold
 from .launch_args import check_count, described, name_of, plain_args, slots_of, zeros
@@ -223,7 +223,7 @@ def _run_slowly(exe: JitFunction, /, *args: Any, **keywords: Any) -> None:
 def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     """Compile, launch once and retain; in compile-only mode only fill the cache."""
     compile_only = ENVIRON.get(COMPILE_ONLY) not in _FALSE
-    with toolkit_env(), own_launch():
+    with toolkit_env_if_any(), own_launch():
         if not compile_only:
             _refuse_capture(exe, plain[-1])
         artifact = compile_launcher(exe, _jit_args(plain))
