@@ -183,7 +183,7 @@ class TestWithoutALinker:
     def test_what_must_be_compiled_says_so(self):
         from flydsl.compiler.diagnostics import DSLCompileError
 
-        with pytest.raises(ToolkitError, match="linker"), toolkit.toolkit_env_if_any():
+        with pytest.raises(ToolkitError, match="ld.lld"), toolkit.toolkit_env_if_any():
             raise DSLCompileError("lld invocation failed")
 
     def test_other_errors_pass(self):
