@@ -1,0 +1,136 @@
+"""Whole layers on one to four ranks that share memory, against torch over all ranks at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atom.mono.device.sync import wait_records
+from atom.mono.models.minimax_m3.builds import HEAD_DIM, LayerShape, SparseBuild
+from op_tests.mono import torch_m3
+from op_tests.torch_moe import relative_l2
+
+from .layers import DIMS, POSITIONS, LayerWeights, Rank, Reference, Sequences
+
+pytestmark = pytest.mark.emulated
+BLOCKS = 2
+CLOSE = 1.5e-2  # bf16 roundings on the way; a wrong element of a row is far above it
+
+
+class Setup:
+    """Ranks, their common input and the reference of one case."""
+
+    def __init__(self, emu, tp: int, positions: list[int], debug: bool = False) -> None:
+        tokens = len(positions)
+        shape = LayerShape(DIMS, tp, tokens, 1e-5, BLOCKS, debug, 30)
+        self.sparse = SparseBuild(shape, index_topk=3, max_blocks=8)
+        sequences = Sequences.random(DIMS, positions, 8, tp)
+        self.reference = Reference(
+            shape, self.sparse, sequences.clone(), torch_m3.cos_sin_table(POSITIONS, DIMS.rotary)
+        )
+        self.ranks = [Rank(shape, self.sparse, r, sequences) for r in range(tp)]
+        g = torch.Generator().manual_seed(7)
+        self.h = torch.randn(tokens, DIMS.hidden, generator=g).to(torch.bfloat16)
+        table = torch.tensor([r.peer.data_ptr() for r in self.ranks], dtype=torch.int64)
+        for rank in self.ranks:
+            emu.register(rank.peer)
+            rank.peers.copy_(table)
+            rank.h[0].copy_(self.h)
+        self.emu = emu
+
+    def run(self, function, present: list[int] | None = None) -> None:
+        ranks = self.ranks if present is None else [self.ranks[n] for n in present]
+        self.emu.run_ranks([lambda r=r: function(r) for r in ranks])
+
+    def require_same(self, want: torch.Tensor) -> None:
+        for rank in self.ranks:
+            assert torch.equal(rank.h[0], self.ranks[0].h[0])
+        assert relative_l2(self.ranks[0].h[0].float(), want) < CLOSE
+        rows = (self.ranks[0].h[0].float() - want).norm(dim=1) / want.norm(dim=1)
+        assert rows.max() < 2 * CLOSE
+
+    def require_caches(self, index: bool) -> None:
+        """What the ranks' caches hold is what the reference's do."""
+        for rank in self.ranks:
+            mine = lambda x, r=rank: x.chunk(len(self.ranks), 1)[r.rank].float()
+            assert relative_l2(rank.k.float(), mine(self.reference.sequences.k)) < 5e-3
+            assert relative_l2(rank.v.float(), mine(self.reference.sequences.v)) < 5e-3
+            if index:
+                got = rank.index.float()
+                assert relative_l2(got, self.reference.sequences.index.float()) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("tp", "order", "attn", "ffn"),
+    [(1, "lockstep", "fp8", "fp4"), (2, "random", "bf16", "bf16"), (4, "lockstep", "bf16", "fp8")],
+)
+def test_a_dense_layer(emulate, tp, order, attn, ffn):
+    setup = Setup(emulate("gfx950", order=order), tp, [3, 140, 600, 601])
+    w = LayerWeights.random(DIMS, dense=True, seed=tp)
+    exact = w.rounded(attn, ffn)
+
+    def pre(rank: Rank) -> None:
+        rank.begin()
+        rank.dense_pre(w, 0, attn)
+
+    setup.run(pre)
+    ref = setup.reference
+    q, _ = ref.heads(exact, setup.h.float())
+    got = torch.cat([r.q.view(len(q), -1, HEAD_DIM) for r in setup.ranks], 1)
+    assert relative_l2(got.float(), q) < 5e-3
+    setup.require_caches(index=False)
+
+    attended = ref.attend(q, dense=True)
+    for rank, part in zip(setup.ranks, attended.chunk(tp, 1), strict=True):
+        rank.attended.copy_(part.to(torch.bfloat16))
+    setup.run(lambda rank: rank.dense_post(w, 0, attn, ffn))
+    setup.require_same(ref.finish(exact, setup.h.float(), attended))
+
+
+@pytest.mark.parametrize(
+    ("tp", "order", "positions", "ffn", "seed"),
+    [
+        (1, "lockstep", [900], "fp4", 0),
+        (2, "random", [3, 140, 900], "fp8", 0),
+        (4, "lockstep", [3, 140, 600, 601], "fp4", 4),
+    ],
+)
+def test_sparse_layers_select_and_then_reuse(emulate, tp, order, positions, ffn, seed):
+    setup = Setup(emulate("gfx950", order=order), tp, positions)
+    first, second = (LayerWeights.random(DIMS, dense=False, seed=seed + i) for i in range(2))
+    full = replace(setup.sparse, ffn_format=ffn)
+    reuse = replace(full, select=False)
+
+    def step(rank: Rank) -> None:
+        rank.begin()
+        rank.sparse_layer(first, 3, full)
+        rank.sparse_layer(second, 4, reuse)
+
+    setup.run(step)
+    ref, exact = setup.reference, [w.rounded("bf16", ffn) for w in (first, second)]
+    h = setup.h.float()
+    for i, w in enumerate(exact):
+        q, iq = ref.heads(w, h)
+        if i == 0:
+            ref.choose(iq)
+        h = ref.finish(w, h, ref.attend(q, dense=False))
+    for rank in setup.ranks:
+        for token in range(len(positions)):
+            heads = range(rank.rank * rank.shape.kv_heads, (rank.rank + 1) * rank.shape.kv_heads)
+            for mine, head in enumerate(heads):
+                got = [b for b in rank.selection[token, mine].tolist() if b >= 0]
+                assert sorted(got) == ref.chosen[token][head]
+    setup.require_same(h)
+
+
+def test_a_rank_that_never_arrives_is_named_by_a_debug_build(emulate):
+    setup = Setup(emulate("gfx950"), 2, [300], debug=True)
+    w = LayerWeights.random(DIMS, dense=True, seed=1)
+    setup.run(lambda rank: rank.begin())
+    setup.run(lambda rank: rank.dense_post(w, 5), present=[1])
+    records = wait_records(setup.ranks[1].diag.tolist())
+    assert (records[0].region, records[0].rank) == ("attn_sums", 0)
+    assert (records[0].wanted, records[0].found) == (6, 0)
+    assert setup.ranks[0].diag[0] == 0
