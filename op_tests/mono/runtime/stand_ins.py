@@ -255,7 +255,7 @@ def allow(emulator: Emulator, runner: MiniMaxM3Runner, *steps: Step) -> None:
     b = runner._buffers
     held = [*b.residual, b.q, b.attn, b.selection, b.scratch, runner._peers.addresses]
     held += [runner._mailboxes.state, *([] if b.diag is None else [b.diag])]
-    held += [t for layer in runner._bound.layers for t in layer.held]
+    held += [runner._bound.held, *(t for layer in runner._bound.layers for t in layer.held)]
     for step in steps:
         held += [step.hidden, step.positions, step.slots, step.block_table]
     for tensor in held:
