@@ -18,7 +18,7 @@ import flydsl.expr as fx
 
 from .activations import ActivationScalars, gated
 from .device import CHUNK, LANES, div, global_buffer, global_pointer, load_word, store_bits, traced
-from .mx_gemm import FORMATS, SCALE_WORD_K
+from .mx_gemm import FORMATS, scale_row_words
 from .mx_quant_rows import ELEMENTS, store_eight
 from .tensor_shim import kernel_builder
 
@@ -126,7 +126,7 @@ def _finish(
     row_bytes = key.out_row_bytes
     target = global_buffer(fx.Uint8, out + fx.Int64(row) * row_bytes, row_bytes, CHUNK)
     scales = global_pointer(fx.Uint8, out_scale)
-    scale_row = -(-key.inter_dim // SCALE_WORD_K) * LANES
+    scale_row = scale_row_words(key.inter_dim)
     part_bytes = 8 * key.inter_dim
     row_base = products + fx.Int64(row) * (part_bytes * key.k_batch)
     weight = fx.Float32(1.0)

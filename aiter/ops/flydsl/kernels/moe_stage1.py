@@ -48,7 +48,7 @@ from .device import (
     thread_in_wave,
 )
 from .moe_routes import TOKEN_MASK, item_to_block
-from .mx_gemm import FORMATS, SCALE_WORD_K, MxLoop, MxOperands, MxTile
+from .mx_gemm import FORMATS, MxLoop, MxOperands, MxTile, scale_row_words
 from .mx_quant import pack, scale_byte, scale_offset, scale_value
 from .tensor_shim import kernel_builder
 
@@ -211,11 +211,6 @@ def _operands(
 ) -> MxOperands:
     tile = key.tile
     a_row = tile.a.row_bytes(key.model_dim)
-    w_row = tile.w.row_bytes(key.model_dim)
-    scale_row = -(-key.model_dim // SCALE_WORD_K) * LANES  # words of 32 rows
-    w_bytes = 2 * key.inter_dim * w_row
-    scale_bytes = 4 * (2 * key.inter_dim // 32) * scale_row
-    a_scale_row0 = fx.Int64(div(row0, 32)) * (4 * scale_row)
     ids = global_pointer(fx.Int32, sorted_ids)
     # Padding rows have token = tokens and so lie just beyond the buffer: they read zeros.
     a_chunks = [(ids[row0 + row] & TOKEN_MASK) * a_row + byte for row, byte in loop.a_chunk_rows()]
@@ -227,18 +222,19 @@ def _operands(
     else:
         w_tiles = [tile0 + n for n in range(tile.n_tiles)]
         w_words = [div(tile0, 2) + i for i in range(tile.n_tiles // 2)]
-    return MxOperands(
+    return MxOperands.of_block(
+        tile,
+        k_dim=key.model_dim,
+        w_rows=2 * key.inter_dim,
+        row0=row0,
+        expert=expert,
         a=global_buffer(fx.Uint8, a, fx.Int64(tokens) * a_row, CHUNK),
         a_chunks=a_chunks,
-        w=global_buffer(fx.Uint8, w1 + fx.Int64(expert) * w_bytes, w_bytes, CHUNK),
-        w_tiles=[t * (16 * w_row) for t in w_tiles],
-        a_scale=global_buffer(
-            fx.Int32, a_scale + a_scale_row0, 4 * scale_row * tile.a_scale_words, 4
-        ),
-        a_scale_rows=[fx.Int32(i * scale_row) for i in range(tile.a_scale_words)],
-        w_scale=global_buffer(fx.Int32, w1_scale + fx.Int64(expert) * scale_bytes, scale_bytes, 4),
-        w_scale_rows=[w * scale_row for w in w_words],
-        a_scale_shift=mod(div(row0, 16), 2) * 8 if tile.tile_m % 32 else None,
+        a_scale=a_scale,
+        w=w1,
+        w_scale=w1_scale,
+        w_tiles=w_tiles,
+        w_words=w_words,
     )
 
 
@@ -318,7 +314,7 @@ def _store(key: Stage1Key, loop: MxLoop, block: _Block, out: fx.Int64, out_scale
     target = global_buffer(
         fx.Uint8, out + fx.Int64(block.row0) * row_bytes, tile.tile_m * row_bytes, CHUNK
     )
-    scale_row = -(-key.inter_dim // SCALE_WORD_K) * LANES  # words of 32 rows
+    scale_row = scale_row_words(key.inter_dim)
     scale_row0 = fx.Int64(div(block.row0, 32)) * (4 * scale_row)
     scales = global_buffer(fx.Uint8, out_scale + scale_row0, 4 * scale_row * tile.a_scale_words, 4)
     first_row = mod(block.row0, 32) if tile.tile_m % 32 else fx.Int32(0)

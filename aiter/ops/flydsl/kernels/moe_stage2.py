@@ -47,7 +47,7 @@ from .device import (
     traced,
 )
 from .moe_routes import SLOT_SHIFT, TOKEN_MASK, item_to_block
-from .mx_gemm import SCALE_WORD_K, MxLoop, MxOperands, MxTile
+from .mx_gemm import MxLoop, MxOperands, MxTile
 from .tensor_shim import kernel_builder
 
 _ROWS_AT_ONCE = 4  # of a wave on their way from LDS to memory
@@ -173,25 +173,20 @@ def _operands(
 ) -> MxOperands:
     tile = key.tile
     a_row = tile.a.row_bytes(key.inter_dim)
-    w_row = tile.w.row_bytes(key.inter_dim)
-    scale_row = -(-key.inter_dim // SCALE_WORD_K) * LANES  # words of 32 rows
-    w_bytes = key.model_dim * w_row
-    scale_bytes = 4 * (key.model_dim // 32) * scale_row
-    n_tile0 = n_block * (tile.rows // 16) + loop.wave_n * tile.n_tiles
-    # 64-bit bases at the row block and at the expert keep every offset within 32 bits.
-    a_scale_row0 = fx.Int64(div(row0, 32)) * (4 * scale_row)
-    return MxOperands(
+    tile0 = n_block * (tile.rows // 16) + loop.wave_n * tile.n_tiles
+    return MxOperands.of_block(
+        tile,
+        k_dim=key.inter_dim,
+        w_rows=key.model_dim,
+        row0=row0,
+        expert=expert,
         a=global_buffer(fx.Uint8, a2 + fx.Int64(row0) * a_row, tile.tile_m * a_row, CHUNK),
         a_chunks=[row * a_row + byte for row, byte in loop.a_chunk_rows()],
-        w=global_buffer(fx.Uint8, w2 + fx.Int64(expert) * w_bytes, w_bytes, CHUNK),
-        w_tiles=[(n_tile0 + n) * (16 * w_row) for n in range(tile.n_tiles)],
-        a_scale=global_buffer(
-            fx.Int32, a2_scale + a_scale_row0, 4 * scale_row * tile.a_scale_words, 4
-        ),
-        a_scale_rows=[fx.Int32(i * scale_row) for i in range(tile.a_scale_words)],
-        w_scale=global_buffer(fx.Int32, w2_scale + fx.Int64(expert) * scale_bytes, scale_bytes, 4),
-        w_scale_rows=[(div(n_tile0, 2) + i) * scale_row for i in range(tile.n_tiles // 2)],
-        a_scale_shift=mod(div(row0, 16), 2) * 8 if tile.tile_m % 32 else None,
+        a_scale=a2_scale,
+        w=w2,
+        w_scale=w2_scale,
+        w_tiles=[tile0 + n for n in range(tile.n_tiles)],
+        w_words=[div(tile0, 2) + i for i in range(tile.n_tiles // 2)],
     )
 
 

@@ -34,7 +34,7 @@ from functools import partial
 
 import flydsl.expr as fx
 
-from .device import CHUNK, LANES, TraceObject, div, mod, shift_right, traced
+from .device import CHUNK, LANES, TraceObject, div, global_buffer, mod, shift_right, traced
 
 MFMA_K = 128
 SCALE_BLOCK = 32
@@ -187,6 +187,11 @@ class MxTile:
         return allowed if allowed > 1 else None
 
 
+def scale_row_words(columns: int) -> int:
+    """32-bit words of the scales of 32 rows of `columns` elements."""
+    return -(-columns // SCALE_WORD_K) * LANES
+
+
 def swizzle_bits(row_bytes: int) -> int:
     """log2 of the 16-byte chunks of an LDS row: as many bits of the row permute them."""
     return (row_bytes // CHUNK).bit_length() - 1
@@ -216,7 +221,47 @@ class MxOperands:
     a_scale_rows: list[fx.Int32]
     w_scale: fx.Pointer
     w_scale_rows: list[fx.Int32]
-    a_scale_shift: fx.Int32 | None = None
+    a_scale_shift: fx.Int32 | None
+
+    @classmethod
+    def of_block(
+        cls,
+        tile: MxTile,
+        *,
+        k_dim: int,
+        w_rows: int,
+        row0: fx.Int32,
+        expert: fx.Int32,
+        a: fx.Pointer,
+        a_chunks: list[fx.Int32],
+        a_scale: fx.Int64,
+        w: fx.Int64,
+        w_scale: fx.Int64,
+        w_tiles: list[fx.Int32],
+        w_words: list[fx.Int32],
+    ) -> MxOperands:
+        """Operands of the sorted rows from `row0` on and an expert's weights [w_rows, k_dim].
+
+        a_scale, w, w_scale are addresses of all sorted rows' scales and of all experts; w_tiles
+        numbers this wave's 16-row tiles, w_words the 32-row groups whose scales they have.
+        """
+        w_row = tile.w.row_bytes(k_dim)
+        scale_row = scale_row_words(k_dim)
+        w_bytes, w_scale_bytes = w_rows * w_row, 4 * (w_rows // 32) * scale_row
+        # 64-bit bases at the row block and at the expert keep every offset within 32 bits.
+        a_scale_row0 = a_scale + fx.Int64(div(row0, 32)) * (4 * scale_row)
+        w_scale_expert = w_scale + fx.Int64(expert) * w_scale_bytes
+        return cls(
+            a=a,
+            a_chunks=a_chunks,
+            w=global_buffer(fx.Uint8, w + fx.Int64(expert) * w_bytes, w_bytes, CHUNK),
+            w_tiles=[number * (16 * w_row) for number in w_tiles],
+            a_scale=global_buffer(fx.Int32, a_scale_row0, 4 * scale_row * tile.a_scale_words, 4),
+            a_scale_rows=[fx.Int32(i * scale_row) for i in range(tile.a_scale_words)],
+            w_scale=global_buffer(fx.Int32, w_scale_expert, w_scale_bytes, 4),
+            w_scale_rows=[number * scale_row for number in w_words],
+            a_scale_shift=mod(div(row0, 16), 2) * 8 if tile.tile_m % 32 else None,
+        )
 
 
 class MxLoop(TraceObject):

@@ -31,7 +31,7 @@ from .device import (
     store_bits,
     traced,
 )
-from .mx_gemm import FORMATS, SCALE_WORD_K
+from .mx_gemm import FORMATS, scale_row_words
 from .mx_quant import pack, scale_byte, scale_offset, scale_value
 from .tensor_shim import kernel_builder
 
@@ -62,7 +62,7 @@ def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
     """Launcher (q, scale, x, rows_of, rows, stream): `rows_of` is route_rows or num_valid, `rows`
     the number of tokens or the capacity in sorted rows."""
     row_bytes = FORMATS[key.fmt].row_bytes(key.columns)
-    scale_row = -(-key.columns // SCALE_WORD_K) * LANES  # words of 32 rows
+    scale_row = scale_row_words(key.columns)
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
     def mx_quant_rows(q: fx.Int64, scale: fx.Int64, x: fx.Int64, rows_of: fx.Int64, rows: fx.Int32):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiter.ops.flydsl.kernels.moe_sort import CHUNK_ROUTES
-from aiter.ops.flydsl.kernels.mx_gemm import SCALE_WORD_K, MxTile
+from aiter.ops.flydsl.kernels.mx_gemm import MxTile, scale_row_words
 
 # What 32-bit offsets of a buffer can reach.
 BUFFER_BYTES = (1 << 32) - 1
@@ -26,7 +26,7 @@ def sort_chunks(tokens: int, topk: int) -> int:
 
 def scale_words(rows: int, columns: int) -> int:
     """32-bit words of the scales of `rows` sorted rows of `columns` elements."""
-    return -(-rows // 32) * -(-columns // SCALE_WORD_K) * 64
+    return -(-rows // 32) * scale_row_words(columns)
 
 
 def stage2_epilogue(tuned: str, tokens: int, topk: int, model_dim: int, force_reduce: bool) -> str:
