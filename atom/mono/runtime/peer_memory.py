@@ -150,7 +150,7 @@ class HipIpcAllocator:
         self._hip = bind_agreed(lambda: driver or _hip(), group)
 
     def allocate(self, nbytes: int) -> tuple[int, ...]:
-        own, handle = bind_agreed(lambda: self._own(nbytes), self._group)
+        own, handle = self._own_agreed(nbytes)
         if self._group is None:
             return (own,)
         offers: list[Any] = [None] * self.npes
@@ -158,9 +158,10 @@ class HipIpcAllocator:
         opened: dict[int, int] = {self.rank: own}
 
         def open_all() -> tuple[int, ...]:
-            sizes = {size for size, _ in offers}
+            sizes = sorted({size for size, _ in offers})
             if len(sizes) > 1:
-                raise MonoUnsupported(f"ranks want peer memory of different sizes: {sizes}")
+                shown = ", ".join(map(str, sizes))
+                raise MonoUnsupported(f"ranks want peer memory of different sizes: {shown}")
             for rank, (_, raw) in enumerate(offers):
                 if rank != self.rank:
                     opened[rank] = self._open(raw)
@@ -174,6 +175,16 @@ class HipIpcAllocator:
 
     def release(self, addresses: Sequence[int]) -> None:
         self._close(dict(enumerate(addresses)))
+
+    def _own_agreed(self, nbytes: int) -> tuple[int, _Handle]:
+        made: list[tuple[int, _Handle]] = []
+        try:
+            bind_agreed(lambda: made.append(self._own(nbytes)), self._group)
+        except Exception:
+            if made:
+                self._close({self.rank: made[0][0]})
+            raise
+        return made[0]
 
     def _own(self, nbytes: int) -> tuple[int, _Handle]:
         address, handle = ctypes.c_void_p(), _Handle()

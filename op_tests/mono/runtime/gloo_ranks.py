@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from atom.mono.runtime.consensus import MonoUnsupported, bind_agreed, tp_agree, tp_same
+from atom.mono.runtime.peer_memory import HipIpcAllocator
+from op_tests.mono.runtime.fake_hip import FakeHip
 
 
 def _outcome(bind: Any, group: Any) -> str:
@@ -23,6 +25,18 @@ def _refuse() -> None:
 
 def _crash() -> None:
     raise KeyError("qkv_w")
+
+
+def _addresses(group: Any, hip: FakeHip, nbytes: int) -> str | list[str]:
+    """Of each rank's memory: that it is this rank's own, or a peer's as opened here."""
+    try:
+        addresses = HipIpcAllocator(group, hip).allocate(nbytes)
+    except MonoUnsupported as error:
+        return f"{error}; freed {hip.calls.count('hipFree')}, closed {len(hip.closed)}"
+    opened = [address >= hip.opened_at for address in addresses]
+    HipIpcAllocator(group, hip).release(addresses)
+    assert (hip.calls.count("hipFree"), len(hip.closed)) == (1, len(addresses) - 1)
+    return ["peer's" if is_opened else "own" for is_opened in opened]
 
 
 def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
@@ -43,6 +57,14 @@ def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
                 "bound": _outcome(lambda: rank, group),
                 "last refuses": _outcome(_refuse if last else lambda: rank, group),
                 "last crashes": _outcome(_crash if last else lambda: rank, group),
+                "memory": _addresses(group, FakeHip(), 64),
+                "last has other sizes": _addresses(group, FakeHip(), 32 if last else 64),
+                "last cannot allocate": _addresses(
+                    group, FakeHip("hipExtMallocWithFlags" if last else ""), 64
+                ),
+                "last cannot open": _addresses(
+                    group, FakeHip("hipIpcOpenMemHandle" if last else ""), 64
+                ),
                 "still in step": tp_agree(True, group),
             },
         )

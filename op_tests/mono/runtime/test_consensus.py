@@ -1,4 +1,4 @@
-"""Ranks agree over a gloo group: three real processes vote in every scenario."""
+"""Ranks over a gloo group, three real processes: they agree, and exchange peer memory."""
 
 from __future__ import annotations
 
@@ -50,6 +50,38 @@ def test_all_ranks_bind_when_all_can(answers):
 )
 def test_a_rank_raises_its_own_reason_and_the_others_refuse(answers, scenario: str, own: str):
     others = "MonoUnsupported: another rank refused; its log says why"
+    assert [answer[scenario] for answer in answers] == [others] * (RANKS - 1) + [own]
+
+
+def test_every_rank_opens_the_memory_of_the_others(answers):
+    for rank, answer in enumerate(answers):
+        assert answer["memory"] == ["own" if r == rank else "peer's" for r in range(RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "own", "others"),
+    [
+        # Every rank sees that sizes differ, before it opens anything.
+        (
+            "last has other sizes",
+            "ranks want peer memory of different sizes: 32, 64; freed 1, closed 0",
+            "ranks want peer memory of different sizes: 32, 64; freed 1, closed 0",
+        ),
+        (
+            "last cannot allocate",
+            "peer memory: hipExtMallocWithFlags failed with HIP error 2; freed 0, closed 0",
+            "another rank refused; its log says why; freed 1, closed 0",
+        ),
+        (
+            "last cannot open",
+            "peer memory: hipIpcOpenMemHandle failed with HIP error 2; freed 1, closed 0",
+            "another rank refused; its log says why; freed 1, closed 2",
+        ),
+    ],
+)
+def test_memory_that_one_rank_lacks_is_refused_by_all_and_given_back(
+    answers, scenario: str, own: str, others: str
+):
     assert [answer[scenario] for answer in answers] == [others] * (RANKS - 1) + [own]
 
 

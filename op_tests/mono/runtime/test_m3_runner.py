@@ -15,9 +15,11 @@ from atom.mono.models.minimax_m3.dispatch import refusals, width_for
 from atom.mono.models.minimax_m3.execution import Builders
 from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity
 from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
+from atom.mono.runtime import route
 from atom.mono.runtime.consensus import MonoUnsupported
 from atom.mono.runtime.deployment import Deployment
 from atom.mono.runtime.peer_memory import InProcessHeap
+from atom.mono.runtime.route import LazyRunner
 from op_tests.emulator import emulated
 from op_tests.mono.runtime.stand_ins import (
     CPU,
@@ -117,6 +119,29 @@ def test_a_width_must_be_prepared_and_tensors_must_fit(gfx950):
         with pytest.raises(ValueError, match=said):
             runner.forward(replace(good, **changed))
     assert not runner.warm(4)
+
+
+@pytest.mark.compile
+def test_a_route_takes_the_runner_step_by_step(gfx950, monkeypatch: pytest.MonkeyPatch):
+    config, capture = small_config(**FEW), [False]
+    monkeypatch.setattr(route, "capturing", lambda: capture[0])
+    lazy = LazyRunner(lambda: make_runner(config), "MiniMax-M3 mono")
+    assert lazy.ready(4)
+    assert not lazy.ready(3)
+    capture[0] = True
+    assert not lazy.ready(4), "a width that never ran would be compiled inside the capture"
+    with intercepted(lambda exe, args: None):
+        lazy.runner.forward(make_step(config, 4))
+    assert lazy.ready(4)
+    assert not lazy.ready(8)
+
+
+def test_a_route_over_weights_that_do_not_fit_is_closed(caplog: pytest.LogCaptureFixture):
+    config = small_config(**FEW)
+    lazy = LazyRunner(lambda: bind_weights(config, make_weights(config), [], CPU), "M3")
+    assert not lazy.ready(4)
+    assert not lazy.enabled
+    assert "M3 is not used: caches of 0 layers are given, the model has 5" in caplog.text
 
 
 def test_a_build_that_fails_refuses_the_width(caplog: pytest.LogCaptureFixture):

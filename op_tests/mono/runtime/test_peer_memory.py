@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import pytest
@@ -12,6 +11,7 @@ from atom.mono.device.step_begin import FENCE_BYTES, FENCE_SLOTS, ZERO_ALIGN
 from atom.mono.runtime.consensus import MonoUnsupported
 from atom.mono.runtime.lifecycle import owned_peer_buffer
 from atom.mono.runtime.peer_memory import HipIpcAllocator, InProcessHeap, PeerBuffer
+from op_tests.mono.runtime.fake_hip import FakeHip
 
 CPU = torch.device("cpu")
 
@@ -111,30 +111,6 @@ def test_without_a_device_ipc_memory_is_refused_with_the_reason():
         pytest.skip("there is a GPU")
     with pytest.raises(MonoUnsupported, match="peer memory needs a GPU, and torch sees none"):
         HipIpcAllocator(None)
-
-
-class FakeHip:
-    """The driver functions the allocator calls: host memory, and handles that hold an address."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.fails, self.calls, self.memory = fails, [], []
-
-    def __getattr__(self, name: str):
-        def call(*args: object) -> int:
-            self.calls.append(name)
-            if name == self.fails:
-                return 2
-            if name == "hipExtMallocWithFlags":
-                out, size, flags = args
-                assert flags == 3, "polled memory must be uncached"
-                self.memory.append(ctypes.create_string_buffer(b"\xff" * size.value, size.value))
-                out._obj.value = ctypes.addressof(self.memory[-1])
-            if name == "hipMemset":
-                address, value, size = args
-                ctypes.memset(address, value, size.value)
-            return 0
-
-        return call
 
 
 def test_a_single_rank_takes_uncached_zeroed_memory_and_no_handle():
