@@ -11,7 +11,9 @@ import flydsl.expr as fx
 from aiter.ops.flydsl.kernels.device import TraceObject, global_pointer
 from atom.mono.plan.trace import Space
 
-from .sync import WORD, Waits, Words
+from .sync import WORD, Run, Waits, Words, poll_runs
+
+_RUNS = 12  # pairs of words that a lane waits for at once, four registers each
 
 
 class Exchange(TraceObject):
@@ -45,13 +47,31 @@ class Exchange(TraceObject):
             words.push_float(index, low)
             words.push_float(index + 1, high)
 
-    def sum(
-        self, column: fx.Int32, token: fx.Int32, wanted: fx.Boolean
-    ) -> tuple[fx.Float32, fx.Float32]:
-        """Wait for all ranks' sums of `column` and `column + 1`; their sums, 0 if not `wanted`."""
-        index = token * self.columns + column
-        low = high = None
-        for words in self._own:
-            a, b = (value.bitcast(fx.Float32) for value in words.poll_run(index, 2, wanted))
-            low, high = (a, b) if low is None else (low + a, high + b)
-        return low, high
+    def sums(
+        self, columns: list[tuple[fx.Int32, fx.Boolean]], token: fx.Int32
+    ) -> list[tuple[fx.Float32, fx.Float32]]:
+        """Wait for all ranks' sums of each (column, wanted) and the column after it; their sums,
+        0 where not wanted."""
+        at_once = max(1, _RUNS // self.tp)
+        result = []
+        for i in range(0, len(columns), at_once):
+            result += self._sums(columns[i : i + at_once], token)
+        return result
+
+    def _sums(
+        self, columns: list[tuple[fx.Int32, fx.Boolean]], token: fx.Int32
+    ) -> list[tuple[fx.Float32, fx.Float32]]:
+        runs = [
+            Run(words, token * self.columns + column, wanted)
+            for column, wanted in columns
+            for words in self._own
+        ]
+        pairs = [[v.bitcast(fx.Float32) for v in pair] for pair in poll_runs(runs, 2)]
+        result = []
+        for i in range(len(columns)):
+            low, high = pairs[i * self.tp]
+            for rank in range(1, self.tp):
+                a, b = pairs[i * self.tp + rank]
+                low, high = low + a, high + b
+            result.append((low, high))
+        return result

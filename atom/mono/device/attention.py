@@ -38,7 +38,7 @@ from atom.mono.plan.execution import THREADS, WAVES
 
 from .cta import Cta
 from .heads import HEAD_DIM, PAGE, Caches
-from .matvec import WordRows, multiply, zero_tile
+from .matvec import WordRows, multiply, query_operands, zero_tile
 from .sync import Words, acquire, beyond
 
 _KEY_TILES = PAGE // 16
@@ -121,9 +121,7 @@ def attention(
         position = load_word(positions, token)
         column = fx.min(mod(cta.lane, 16), fx.Int32(shape.group - 1))
         query_row = token * shape.heads + kv_head * shape.group + column
-        query = [
-            queries.load8(query_row, div(cta.lane, 16) * 8 + 32 * j) for j in range(HEAD_DIM // 32)
-        ]
+        query = query_operands(queries, query_row, cta.lane)
         state.clear()
         for i in range(cta.wave, fx.Int32(shape.blocks), fx.Int32(WAVES)):
             block = uniform(chosen.block(fx.Int32(task), fx.Int32(i)))

@@ -24,12 +24,13 @@ from atom.mono.plan.execution import THREADS, WAVES
 
 from .cta import Cta
 from .heads import HEAD_DIM, PAGE, Caches
-from .matvec import WordRows, multiply, zero_tile
-from .sync import Words, beyond
+from .matvec import WordRows, multiply, query_operands, zero_tile
+from .sync import Run, Words, beyond, poll_runs
 
 _NONE = -math.inf  # a block already chosen
 _LOWEST = -3.0e38  # what a score that is no number counts as
 _FORCED = math.inf
+_AT_ONCE = 4  # scores that a thread waits for at once
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def index_scores(
 
     queries: rows [tokens * kv heads * group, HEAD_DIM]. The index cache must be visible already.
     """
-    g, row = div(cta.lane, 16), mod(cta.lane, 16)
+    row = mod(cta.lane, 16)
     for task in range(fx.Int32(0), fx.Int32(tokens * shape.kv_heads)):
         token = div(fx.Int32(task), shape.kv_heads)
         blocks = _blocks_of(positions, token)
@@ -77,7 +78,7 @@ def index_scores(
         wanted = (blocks > shape.topk).select(blocks, fx.Int32(0))
         for block in range(cta.worker, wanted, fx.Int32(cta.waves)):
             query_row = fx.Int32(task) * shape.group + fx.min(row, fx.Int32(shape.group - 1))
-            query = [queries.load8(query_row, g * 8 + 32 * j) for j in range(HEAD_DIM // 32)]
+            query = query_operands(queries, query_row, cta.lane)
             page = load_word(block_table, token * table_stride + fx.Int32(block))
             keys = caches.index_page(page)
             best = _best_key(keys, query, position - fx.Int32(block) * PAGE, cta.lane)
@@ -85,9 +86,7 @@ def index_scores(
                 scores.push_float(fx.Int32(task) * shape.max_blocks + fx.Int32(block), best)
 
 
-def _best_key(
-    keys: fx.Int64, query: list[fx.Vector], last: fx.Int32, lane: fx.Int32
-) -> fx.Float32:
+def _best_key(keys: fx.Int64, query: list[fx.Vector], last: fx.Int32, lane: fx.Int32) -> fx.Float32:
     """The highest product of the queries with the keys up to `last` of a page."""
     g, row = div(lane, 16), mod(lane, 16)
     best = fx.Float32(_NONE)
@@ -149,11 +148,13 @@ def _select(
     held = cta.lds_floats()
     wave_best = held + shape.max_blocks
     wave_block = fx.recast_iter(fx.Int32, wave_best + WAVES)
-    for block in range(cta.thread, blocks, fx.Int32(THREADS)):
-        score = scores.poll_float(task * shape.max_blocks + fx.Int32(block))
-        score = (score > _LOWEST).select(score, fx.Float32(_LOWEST))
-        forced = (fx.Int32(block) < shape.init) | (fx.Int32(block) >= blocks - shape.local)
-        held[fx.Int32(block)] = forced.select(fx.Float32(_FORCED), score)
+    for first in range(cta.thread, blocks, fx.Int32(THREADS * _AT_ONCE)):
+        numbers = [fx.Int32(first) + i * THREADS for i in range(_AT_ONCE)]
+        polled = _polled_scores(shape, task, numbers, blocks, scores)
+        for i in fx.range_constexpr(_AT_ONCE):
+            if numbers[i] < blocks:
+                forced = (numbers[i] < shape.init) | (numbers[i] >= blocks - shape.local)
+                held[numbers[i]] = forced.select(fx.Float32(_FORCED), polled[i])
     best, block = _own_best(cta, held, blocks)
     for i in range(fx.Int32(0), fx.Int32(shape.topk)):
         top, top_block = best_of(best, block, LANES)
@@ -171,10 +172,22 @@ def _select(
         fx.gpu.barrier()
 
 
+def _polled_scores(
+    shape: SelectShape,
+    task: fx.Int32,
+    numbers: list[fx.Int32],
+    blocks: fx.Int32,
+    scores: Words,
+) -> list[fx.Float32]:
+    """The scores of blocks by number, as far as there are so many."""
+    base = task * shape.max_blocks
+    runs = [Run(scores, base + fx.min(n, blocks - 1), n < blocks) for n in numbers]
+    found = [values[0].bitcast(fx.Float32) for values in poll_runs(runs, 1)]
+    return [(score > _LOWEST).select(score, fx.Float32(_LOWEST)) for score in found]
+
+
 @traced
-def _own_best(
-    cta: Cta, held: fx.Pointer, blocks: fx.Int32
-) -> tuple[fx.Float32, fx.Int32]:
+def _own_best(cta: Cta, held: fx.Pointer, blocks: fx.Int32) -> tuple[fx.Float32, fx.Int32]:
     """The best block of this thread's; block 2^30 with the lowest score if it has none left."""
     best = fx.Float32(_NONE)
     found = fx.Int32(1 << 30)
@@ -186,9 +199,7 @@ def _own_best(
     return best, found
 
 
-def best_of(
-    value: fx.Float32, number: fx.Int32, lanes: int
-) -> tuple[fx.Float32, fx.Int32]:
+def best_of(value: fx.Float32, number: fx.Int32, lanes: int) -> tuple[fx.Float32, fx.Int32]:
     """The highest value over runs of `lanes` lanes, and its number; of equals the lower number."""
     distance = lanes // 2
     while distance:

@@ -2,7 +2,8 @@
 
     a[t, s, :] = bf16(weight(t, s) * act(Wg[e] x[t], Wu[e] x[t]))     e the expert in slot s of t
     y[t, :] = sum over slots s of Wd[e] a[t, s, :]
-    act(g, u) = g' * sigmoid(1.702 g') * (u' + 1)     g' = min(g, limit), u' = clamp(u, -limit, limit)
+    act(g, u) = g' * sigmoid(1.702 g') * (u' + 1)
+    g' = min(g, limit)      u' = clamp(u, -limit, limit)
 
 An expert is visited once for all tokens that take it. Gate and up: a task is 16 gate rows and the
 16 up rows that belong to them. Down: a task is 16 rows of y; the waves of a workgroup share out
@@ -20,7 +21,20 @@ from aiter.ops.flydsl.kernels.device import div, mod, traced, uniform
 from atom.mono.plan.execution import WAVES
 
 from .cta import Cta
-from .matvec import STEP, TILE, TILE_BYTES, Emit, Weight, WordRows, add_step, finish_tiles, multiply, zero_tile
+from .matvec import (
+    AHEAD,
+    TILE,
+    TILE_BYTES,
+    Emit,
+    Step,
+    Weight,
+    WordRows,
+    add_steps,
+    finish_tiles,
+    next_steps,
+    steps_ahead,
+    zero_tile,
+)
 from .routing import ActiveExperts, RouteShape, sigmoid
 from .sync import Words
 
@@ -74,10 +88,9 @@ def gate_up(
         expert = weight.of_expert(uniform(active.expert(entry)))
         gates = zero_tile()
         ups = zero_tile()
-        for step in range(cta.wave, fx.Int32(weight.steps), fx.Int32(WAVES)):
-            gate_rows = expert.load(tile, fx.Int32(step), cta.lane)
-            up_rows = expert.load(tile + tiles, fx.Int32(step), cta.lane)
-            gates, ups = _add_both(expert, gate_rows, up_rows, x, column, step, cta, gates, ups)
+        for first in range(cta.wave, fx.Int32(weight.steps), fx.Int32(WAVES * steps_ahead(weight))):
+            steps = next_steps(expert, [tile, tile + tiles], fx.Int32(first), column)
+            gates, ups = add_steps(steps, x, cta.lane, [gates, ups])
         (g_low, g_high), (u_low, u_high) = finish_tiles(cta, [gates, ups])
         token = mod(cta.thread, 16)
         if (cta.thread < TILE // 2 * TILE) & (token < tokens):
@@ -92,23 +105,33 @@ def gate_up(
                 )
 
 
-def _add_both(
-    expert: Weight,
-    gate_rows: list[fx.Vector],
-    up_rows: list[fx.Vector],
-    x: WordRows,
+def _down_steps(
+    shape: FfnShape,
+    active: ActiveExperts,
+    weight: Weight,
+    tile: fx.Int32,
+    first: fx.Int32,
+    count: fx.Int32,
     column: fx.Int32,
-    step: fx.Int32,
-    cta: Cta,
-    gates: fx.Vector,
-    ups: fx.Vector,
-) -> tuple[fx.Vector, fx.Vector]:
-    """One step of both tiles on the same elements of x."""
-    for operation in range(4):
-        operand = x.load8(column, fx.Int32(step) * STEP + expert.k_of(cta.lane, operation))
-        gates = multiply(gate_rows[operation], operand, gates)
-        ups = multiply(up_rows[operation], operand, ups)
-    return gates, ups
+) -> list[Step]:
+    """A wave's next steps of all active experts, numbered expert by expert up to `count`."""
+    if not shape.route.topk:
+        return next_steps(weight, [tile], first, column)
+    steps = []
+    for i in range(AHEAD[weight.fmt]):
+        work = fx.min(first + i * WAVES, count - 1)
+        entry = div(work, weight.steps)
+        slot = active.slot(entry, column)
+        steps.append(
+            Step(
+                weight.of_expert(uniform(active.expert(entry))),
+                [tile],
+                mod(work, weight.steps),
+                column * shape.slots + fx.max(slot, fx.Int32(0)),
+                (slot >= 0) & (first + i * WAVES < count),
+            )
+        )
+    return steps
 
 
 @traced
@@ -127,15 +150,15 @@ def down(
     tokens = shape.route.tokens
     column = fx.min(mod(cta.lane, 16), fx.Int32(tokens - 1))
     rows = WordRows(activated, shape.inter)
-    steps = uniform(active.count()) * weight.steps
+    count = uniform(active.count()) * weight.steps
+    ahead = AHEAD[weight.fmt] if shape.route.topk else steps_ahead(weight)
     for tile in range(cta.block, fx.Int32(shape.hidden // TILE), fx.Int32(cta.blocks)):
         acc = zero_tile()
-        for work in range(cta.wave, steps, fx.Int32(WAVES)):
-            entry, step = div(fx.Int32(work), weight.steps), mod(fx.Int32(work), weight.steps)
-            expert = weight.of_expert(uniform(active.expert(entry)))
-            slot = active.slot(entry, column)
-            row = column * shape.slots + fx.max(slot, fx.Int32(0))
-            acc = add_step(expert, fx.Int32(tile), step, rows, row, cta.lane, acc, slot >= 0)
+        for first in range(cta.wave, count, fx.Int32(WAVES * ahead)):
+            steps = _down_steps(
+                shape, active, weight, fx.Int32(tile), fx.Int32(first), count, column
+            )
+            (acc,) = add_steps(steps, rows, cta.lane, [acc])
         ((low, high),) = finish_tiles(cta, [acc])
         token = mod(cta.thread, 16)
         if (cta.thread < TILE // 2 * TILE) & (token < tokens):

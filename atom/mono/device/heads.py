@@ -37,7 +37,7 @@ from aiter.ops.flydsl.kernels.device import (
 
 from .cta import Cta, wave_sum
 from .rms_norm import rsqrt
-from .sync import Words, pair_floats, release
+from .sync import Run, Words, pair_floats, poll_runs, release
 
 HEAD_DIM = 128
 PAGE = 128
@@ -158,27 +158,24 @@ def finish_heads(
         kv_head = head - counts.q
         position, slot = load_word(inputs.positions, token), load_word(inputs.slots, token)
         page, place = div(fx.max(slot, fx.Int32(0)), PAGE), mod(slot, PAGE)
-        both = qkv.poll_run(token * row_words + head * HEAD_DIM + cta.lane * 2, 2)
-        raw = [value.bitcast(fx.Float32) for value in both]
+        run = Run(qkv, token * row_words + head * HEAD_DIM + cta.lane * 2)
+        raw = [value.bitcast(fx.Float32) for value in poll_runs([run], 2)[0]]
         low, high = _normed(counts, head, cta.lane, raw, eps, inputs)
         low, high = rotate(low, high, cta.lane, counts.rotary, inputs.cos_sin, position)
         pair = _packed(low, high)
         if head < counts.q:
             store_q(token, head, cta.lane, pair)
-        if (head >= counts.q) & (head < counts.q + counts.kv):
-            if slot >= 0:
-                caches.insert_row(caches.k_page(page, kv_head), place, cta.lane, pair)
-        if (head >= counts.q + counts.kv) & (head < counts.q + 2 * counts.kv):
-            if slot >= 0:
-                base = caches.v_page(page, kv_head - counts.kv)
-                caches.insert_column(base, place, cta.lane, raw[0], raw[1])
+        kept = slot >= 0
+        if kept & (head >= counts.q) & (head < counts.q + counts.kv):
+            caches.insert_row(caches.k_page(page, kv_head), place, cta.lane, pair)
+        if kept & (head >= counts.q + counts.kv) & (head < counts.q + 2 * counts.kv):
+            base = caches.v_page(page, kv_head - counts.kv)
+            caches.insert_column(base, place, cta.lane, raw[0], raw[1])
         if fx.const_expr(counts.index_q > 0):
             if (head >= counts.q + 2 * counts.kv) & (head < counts.total - 1):
-                if fx.const_expr(store_index_q is not None):
-                    store_index_q(token, head - (counts.q + 2 * counts.kv), cta.lane, pair)
-            if head == counts.total - 1:
-                if slot >= 0:
-                    caches.insert_row(caches.index_page(page), place, cta.lane, pair)
+                store_index_q(token, head - (counts.q + 2 * counts.kv), cta.lane, pair)
+            if kept & (head == counts.total - 1):
+                caches.insert_row(caches.index_page(page), place, cta.lane, pair)
         if fx.const_expr(mark is not None):
             number = (head == counts.total - 1).select(fx.Int32(counts.inserted - 1), kv_head)
             if ((kv_head >= 0) & (kv_head < 2 * counts.kv)) | (head == counts.total - 1):

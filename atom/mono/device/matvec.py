@@ -22,6 +22,7 @@ of `shuffle_scale`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import flydsl.expr as fx
 from flydsl._mlir.dialects import rocdl as raw_rocdl
@@ -39,10 +40,12 @@ from aiter.ops.flydsl.kernels.device import (
 from atom.mono.plan.execution import WAVES
 
 from .cta import Cta
-from .sync import Words, beyond
+from .sync import Run, Words, beyond, poll_runs
 
 TILE = 16  # rows of a task
 STEP = 128  # elements of K that a wave takes at once
+# Steps whose weights and tokens a wave has on their way at once, at most.
+AHEAD = {"bf16": 2, "fp8": 3, "fp4": 3}
 _TILE_FLOATS = WAVES * TILE * TILE
 TILE_BYTES = 4 * _TILE_FLOATS  # LDS of one tile's partial sums
 _PAIRS = TILE // 2 * TILE  # threads that finish a tile, two rows each
@@ -93,34 +96,57 @@ class Weight(TraceObject):
             return g * 16 + (64 * (operation // 2) + 8 * (operation % 2))
         return g * 32 + 8 * operation
 
-    def load(self, tile: fx.Int32, step: fx.Int32, lane: fx.Int32) -> list[fx.Vector]:
-        """The lane's operands, bf16 x 8, of the operations of a step."""
+    def fetch(self, tile: fx.Int32, step: fx.Int32, lane: fx.Int32) -> Fetched:
+        """Start to load what the lane needs of a step."""
         runs = {"bf16": 4, "fp8": 2, "fp4": 1}[self.fmt]
         step_bytes = runs * 16 * LANES
         base = self.data + (fx.Int64(tile) * self.steps + fx.Int64(step)) * step_bytes
         raw = [self._run(beyond(base + 16 * LANES * r, lane * 16)) for r in range(runs)]
         if self.fmt == "bf16":
-            return [run.bitcast(fx.BFloat16) for run in raw]
-        byte = mod(step, 2) * 2 + mod(tile, 2)
+            return Fetched(raw, [], fx.Int32(0))
+        shift = (mod(step, 2) * 2 + mod(tile, 2)) * 8
         row_words = self.scale_row_bytes // 4
         word0 = div(tile, 2) * row_words + div(step, 2) * LANES
         if self.fmt == "fp4":
-            scale = self._scale(word0 + lane, byte)
-            return [_widen_fp4(raw[0][j], scale) for j in range(4)]
-        operands = []
-        for run in range(2):
-            block = 2 * run + div(lane, 32)
-            scale = self._scale(word0 + block * 16 + mod(lane, 16), byte)
-            operands += [_widen_fp8(raw[run][2 * h], raw[run][2 * h + 1], scale) for h in range(2)]
-        return operands
+            places = [lane]
+        else:
+            places = [(2 * run + div(lane, 32)) * 16 + mod(lane, 16) for run in range(2)]
+        return Fetched(raw, [self._scales(word0 + place) for place in places], shift)
+
+    def operands(self, fetched: Fetched) -> list[fx.Vector]:
+        """The lane's operands, bf16 x 8, of the operations of a step."""
+        raw = fetched.raw
+        if self.fmt == "bf16":
+            return [run.bitcast(fx.BFloat16) for run in raw]
+        scales = [_scale(word, fetched.shift) for word in fetched.scales]
+        if self.fmt == "fp4":
+            return [_widen_fp4(raw[0][j], scales[0]) for j in range(4)]
+        return [
+            _widen_fp8(raw[run][2 * h], raw[run][2 * h + 1], scales[run])
+            for run in range(2)
+            for h in range(2)
+        ]
 
     def _run(self, at: fx.Int64) -> fx.Vector:
         return fx.generic_load(global_pointer(fx.Int32, at, 16), count=4, nontemporal=True)
 
-    def _scale(self, word: fx.Int32, byte: fx.Int32) -> fx.Float32:
-        """2^(e8m0 - 127) of a byte of the scale words."""
-        held = global_pointer(fx.Int32, beyond(self.scale, word * 4)).load()
-        return ((shift_right(held, byte * 8) & 255) << 23).bitcast(fx.Float32)
+    def _scales(self, word: fx.Int32) -> fx.Int32:
+        return global_pointer(fx.Int32, beyond(self.scale, word * 4)).load()
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A lane's part of a step on its way: 16-byte runs, scale words, and the shift that brings a
+    scale's byte down."""
+
+    raw: list[fx.Vector]
+    scales: list[fx.Int32]
+    shift: fx.Int32
+
+
+def _scale(word: fx.Int32, shift: fx.Int32) -> fx.Float32:
+    """2^(e8m0 - 127) of a byte of a scale word."""
+    return ((shift_right(word, shift) & 255) << 23).bitcast(fx.Float32)
 
 
 def _widen_fp4(word: fx.Int32, scale: fx.Float32) -> fx.Vector:
@@ -149,17 +175,31 @@ def _joined(pairs: list) -> fx.Vector:
     return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Eight elements of a row from column `k`, a multiple of 8; zeros in lanes not `wanted`."""
+
+    row: fx.Int32
+    k: fx.Int32
+    wanted: fx.Boolean | None = None
+
+
 class WordRows(TraceObject):
     """Rows of bf16 pairs in mailbox words."""
 
     def __init__(self, words: Words, columns: int) -> None:
         self.words, self.columns = words, columns
 
-    def load8(self, row: fx.Int32, k: fx.Int32, wanted: fx.Boolean | None = None) -> fx.Vector:
-        """Eight elements from column `k`, a multiple of 8; zeros in lanes not `wanted`."""
-        index = row * (self.columns // 2) + shift_right(k, 1)
-        values = self.words.poll_run(index, 4, wanted)
-        return fx.Vector.from_elements(values, fx.Int32).bitcast(fx.BFloat16)
+    def load(self, pieces: list[Piece]) -> list[fx.Vector]:
+        """The pieces; all are waited for at once."""
+        runs = [
+            Run(self.words, p.row * (self.columns // 2) + shift_right(p.k, 1), p.wanted)
+            for p in pieces
+        ]
+        return [
+            fx.Vector.from_elements(values, fx.Int32).bitcast(fx.BFloat16)
+            for values in poll_runs(runs, 4)
+        ]
 
 
 class PlainRows(TraceObject):
@@ -168,10 +208,18 @@ class PlainRows(TraceObject):
     def __init__(self, address: fx.Int64, columns: int) -> None:
         self.address, self.columns = address, columns
 
-    def load8(self, row: fx.Int32, k: fx.Int32, wanted: fx.Boolean | None = None) -> fx.Vector:
-        """Eight elements from column `k`, a multiple of 8."""
-        at = self.address + (fx.Int64(row) * self.columns + fx.Int64(k)) * 2
-        return fx.generic_load(global_pointer(fx.Int32, at, 16), count=4).bitcast(fx.BFloat16)
+    def load(self, pieces: list[Piece]) -> list[fx.Vector]:
+        """The pieces."""
+        return [self._load(piece) for piece in pieces]
+
+    def _load(self, piece: Piece) -> fx.Vector:
+        at = beyond(self.address, (piece.row * self.columns + piece.k) * 2)
+        words = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
+        if piece.wanted is not None:
+            zero = fx.Int32(0)
+            held = [piece.wanted.select(fx.Int32(words[i]), zero) for i in range(4)]
+            words = fx.Vector.from_elements(held, fx.Int32)
+        return words.bitcast(fx.BFloat16)
 
 
 def multiply(a: fx.Vector, b: fx.Vector, acc: fx.Vector) -> fx.Vector:
@@ -182,26 +230,65 @@ def multiply(a: fx.Vector, b: fx.Vector, acc: fx.Vector) -> fx.Vector:
     return fx.Vector(result, (4,), fx.Float32)
 
 
+def query_operands(rows: WordRows | PlainRows, row: fx.Int32, lane: fx.Int32) -> list[fx.Vector]:
+    """The lane's operands of a whole row, for 32 columns an operation."""
+    return rows.load([Piece(row, div(lane, 16) * 8 + k) for k in range(0, rows.columns, 32)])
+
+
 def zero_tile() -> fx.Vector:
     return fx.Vector.filled(4, 0.0, fx.Float32)
 
 
-def add_step(
-    weight: Weight,
-    tile: fx.Int32,
-    step: fx.Int32,
-    source: WordRows | PlainRows,
-    row: fx.Int32,
-    lane: fx.Int32,
-    acc: fx.Vector,
-    wanted: fx.Boolean | None = None,
-) -> fx.Vector:
-    """Add one step of K of a tile; `row` is the row of `source` that the lane's column is."""
-    operands = weight.load(tile, step, lane)
-    for operation in range(4):
-        k = step * STEP + weight.k_of(lane, operation)
-        acc = multiply(operands[operation], source.load8(row, k, wanted), acc)
-    return acc
+@dataclass(frozen=True)
+class Step:
+    """A step of K of tiles of `weight` that share their tokens: `row` is the row of x that the
+    lane's column is, and lanes not `wanted` add nothing."""
+
+    weight: Weight
+    tiles: list[fx.Int32]
+    number: fx.Int32
+    row: fx.Int32
+    wanted: fx.Boolean | None = None
+
+
+def add_steps(
+    steps: list[Step], source: WordRows | PlainRows, lane: fx.Int32, tiles: list[fx.Vector]
+) -> list[fx.Vector]:
+    """Add `steps` to the accumulators `tiles`. Weights are on their way before x is waited for."""
+    fetched = [[s.weight.fetch(tile, s.number, lane) for tile in s.tiles] for s in steps]
+    pieces = [
+        Piece(s.row, s.number * STEP + s.weight.k_of(lane, operation), s.wanted)
+        for s in steps
+        for operation in range(4)
+    ]
+    columns = source.load(pieces)
+    for i, s in enumerate(steps):
+        operands = [s.weight.operands(tile) for tile in fetched[i]]
+        for operation in range(4):
+            column = columns[4 * i + operation]
+            tiles = [
+                multiply(rows[operation], column, tile)
+                for rows, tile in zip(operands, tiles, strict=True)
+            ]
+    return tiles
+
+
+def steps_ahead(weight: Weight) -> int:
+    """How many steps a wave takes at once: up to AHEAD, so that they come out even."""
+    each = -(-weight.steps // WAVES)
+    return max(ahead for ahead in range(1, AHEAD[weight.fmt] + 1) if each % ahead == 0)
+
+
+def next_steps(weight: Weight, tiles: list[fx.Int32], first: fx.Int32, row: fx.Int32) -> list[Step]:
+    """A wave's next steps, every WAVES-th from `first` on; those beyond the last add nothing."""
+    whole = weight.steps % WAVES == 0
+    steps = []
+    for i in range(steps_ahead(weight)):
+        number = first + i * WAVES
+        wanted = None if whole else number < weight.steps
+        number = number if whole else fx.min(number, fx.Int32(weight.steps - 1))
+        steps.append(Step(weight, tiles, number, row, wanted))
+    return steps
 
 
 def finish_tiles(cta: Cta, tiles: list[fx.Vector]) -> list[tuple[fx.Float32, fx.Float32]]:
@@ -225,9 +312,7 @@ def finish_tiles(cta: Cta, tiles: list[fx.Vector]) -> list[tuple[fx.Float32, fx.
 
 
 @traced
-def matvec(
-    cta: Cta, weight: Weight, source: WordRows | PlainRows, tokens: int, emit: Emit
-) -> None:
+def matvec(cta: Cta, weight: Weight, source: WordRows | PlainRows, tokens: int, emit: Emit) -> None:
     """Stage: `emit(row, token, y[row], y[row + 1])` once for every even row and token.
 
     Uses `TILE_BYTES` of LDS.
@@ -235,8 +320,9 @@ def matvec(
     column = fx.min(mod(cta.lane, 16), fx.Int32(tokens - 1))
     for tile in range(cta.block, fx.Int32(weight.rows // TILE), fx.Int32(cta.blocks)):
         acc = zero_tile()
-        for step in range(cta.wave, fx.Int32(weight.steps), fx.Int32(WAVES)):
-            acc = add_step(weight, fx.Int32(tile), fx.Int32(step), source, column, cta.lane, acc)
+        for first in range(cta.wave, fx.Int32(weight.steps), fx.Int32(WAVES * steps_ahead(weight))):
+            steps = next_steps(weight, [fx.Int32(tile)], fx.Int32(first), column)
+            (acc,) = add_steps(steps, source, cta.lane, [acc])
         ((low, high),) = finish_tiles(cta, [acc])
         token = mod(cta.thread, 16)
         if (cta.thread < _PAIRS) & (token < tokens):

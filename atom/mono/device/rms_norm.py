@@ -121,11 +121,14 @@ def _reduced(
 ) -> list[tuple[fx.Float32, fx.Float32]]:
     """Store the row's sums with the residual; what was stored, 0 where there is no column."""
     source, target = _row(residual, row, hidden), _row(out, row, hidden)
+    # Before the wait, so that the residual is there when the sums are.
+    bases = [source[pair] for pair, _ in columns]
+    totals = sums.sums([(pair * 2, there) for pair, there in columns], row)
     values = []
     for i in fx.range_constexpr(len(columns)):
         pair, there = columns[i]
-        base_low, base_high = pair_floats(source[pair])
-        low, high = sums.sum(pair * 2, row, there)
+        base_low, base_high = pair_floats(bases[i])
+        low, high = totals[i]
         word = _pack(base_low + low, base_high + high)
         if there:
             target[pair] = word

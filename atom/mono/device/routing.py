@@ -29,7 +29,7 @@ from atom.mono.plan.execution import THREADS
 
 from .block_select import best_of
 from .cta import Cta
-from .sync import Words
+from .sync import Run, Words, poll_runs
 
 _NONE = -math.inf
 _LOWEST = -3.0e38  # what a score that is no number counts as
@@ -75,17 +75,7 @@ def route_tokens(
 ) -> None:
     """Stage: choose experts from `logits` [tokens, row_words] f32 words; bias [experts] f32."""
     for token in range(cta.worker, fx.Int32(shape.tokens), fx.Int32(cta.waves)):
-        scores = []
-        ranked = []
-        for i in fx.range_constexpr(-(-shape.experts // LANES)):
-            expert = cta.lane + i * LANES
-            there = expert < shape.experts
-            at = fx.min(expert, fx.Int32(shape.experts - 1))
-            score = sigmoid(logits.poll_float(fx.Int32(token) * row_words + at))
-            biased = score + global_pointer(fx.Float32, bias)[at]
-            biased = (biased > _LOWEST).select(biased, fx.Float32(_LOWEST))
-            scores.append(score)
-            ranked.append(there.select(biased, fx.Float32(_NONE)))
+        scores, ranked = _scores(cta.lane, shape, logits, fx.Int32(token) * row_words, bias)
         chosen, chosen_scores, total = _choose(shape, cta.lane, scores, ranked)
         factor = reciprocal(total) * route_scale
         for i in fx.range_constexpr(shape.topk):
@@ -93,6 +83,23 @@ def route_tokens(
                 index = fx.Int32(token) * shape.topk + i
                 ids.push(index, chosen[i])
                 weights.push_float(index, chosen_scores[i] * factor)
+
+
+def _scores(
+    lane: fx.Int32, shape: RouteShape, logits: Words, first: fx.Int32, bias: fx.Int64
+) -> tuple[list[fx.Float32], list[fx.Float32]]:
+    """Score and biased score of the lane's experts; the latter is -inf where there is none."""
+    experts = [lane + i * LANES for i in range(-(-shape.experts // LANES))]
+    known = [fx.min(expert, fx.Int32(shape.experts - 1)) for expert in experts]
+    polled = poll_runs([Run(logits, first + at) for at in known], 1)
+    scores, ranked = [], []
+    for expert, at, (logit,) in zip(experts, known, polled, strict=True):
+        score = sigmoid(logit.bitcast(fx.Float32))
+        biased = score + global_pointer(fx.Float32, bias)[at]
+        biased = (biased > _LOWEST).select(biased, fx.Float32(_LOWEST))
+        scores.append(score)
+        ranked.append((expert < shape.experts).select(biased, fx.Float32(_NONE)))
+    return scores, ranked
 
 
 def _choose(
@@ -150,8 +157,9 @@ class ActiveExperts(TraceObject):
     def _build(self, ids: Words, weights: Words) -> None:
         shape, thread = self.shape, self.cta.thread
         if thread < shape.routes:
-            self._routes[thread] = ids.poll(thread)
-            self._weights[thread] = weights.poll_float(thread)
+            (expert,), (weight,) = poll_runs([Run(ids, thread), Run(weights, thread)], 1)
+            self._routes[thread] = expert
+            self._weights[thread] = weight.bitcast(fx.Float32)
         fx.gpu.barrier()
         if self.cta.wave == 0:
             self._list(self.cta.lane)

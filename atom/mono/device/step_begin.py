@@ -83,9 +83,8 @@ def build_step_begin(key: StepBeginBuild) -> flyc.JitFunction:
         flags = global_pointer(fx.Int32, state) + FLAGS_AT
         if cta.thread == 0:
             _store(flags + cta.block, epoch, _AGENT)
-        if cta.block == 0:
-            if cta.wave == 0:
-                _fence(key, cta, state, peers, own, fence_off, rank, epoch)
+        if (cta.block == 0) & (cta.wave == 0):
+            _fence(key, cta, state, peers, own, fence_off, rank, epoch)
         if fx.const_expr(key.blocks == 1):
             fx.gpu.barrier()
         if (cta.block != 0) | (key.blocks == 1):

@@ -8,7 +8,7 @@ A debug build gives up after so many tries, or as soon as another wait has: it l
 goes on with whatever the word holds, so that the kernel ends. Records are i32:
 
     diag[0]                  waits given up (a wave may count several)
-    diag[4 + 4 i ... ]       record i: wait id, word index, tag wanted, tag found
+    diag[4 + 4 i ... ]       record i: wait id, first word of the run, tag wanted, tag found there
 
 The wait id is a region's number in `WAITS`, plus `PEER_ID` and the absent rank for what a peer
 sends: id = number + PEER_ID * (rank + 1).
@@ -16,9 +16,12 @@ sends: id = number + PEER_ID * (rank + 1).
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import flydsl.expr as fx
+from flydsl.expr.typing import T
 
 from aiter.ops.flydsl.kernels.device import TraceObject, global_pointer, traced, uniform
 from atom.mono.plan.trace import Kind, Space, note
@@ -169,76 +172,127 @@ class Words(TraceObject):
 
     def poll(self, index: fx.Int32) -> fx.Int32:
         """Wait for the word at `index` and return its value."""
-        return self.poll_run(index, 1)[0]
+        return poll_runs([Run(self, index)], 1)[0][0]
 
     def poll_float(self, index: fx.Int32) -> fx.Float32:
         """The same for an f32."""
         return self.poll(index).bitcast(fx.Float32)
 
-    def poll_run(
-        self, index: fx.Int32, count: int, wanted: fx.Boolean | None = None
-    ) -> list[fx.Int32]:
-        """Wait for `count` (1, 2 or 4) words from `index` on. Lanes that are not `wanted` get 0
-        without waiting; their index must still be one of the region's."""
-        note(self.region, self.space, Kind.POLL)
-        held = _await(self, beyond(self.address, index * WORD), count, index, wanted)
-        values = [fx.Int32(held[i]) for i in range(count)]
-        if wanted is not None:
-            values = [wanted.select(value, fx.Int32(0)) for value in values]
-        return values
+
+@dataclass(frozen=True)
+class Run:
+    """Words to wait for, from `index` on. Lanes that are not `wanted` get zeros without waiting;
+    their index must still be one of the region's."""
+
+    words: Words
+    index: fx.Int32
+    wanted: fx.Boolean | None = None
 
 
-def _load(words: Words, at: fx.Int64, count: int) -> fx.Vector:
-    held = [
-        fx.generic_load(
-            global_pointer(fx.Int64, at) + i,
-            memory_order=_RELAXED,
-            syncscope=_SCOPES[words.space],
-        )
-        for i in range(count)
-    ]
-    return fx.Vector.from_elements(held, fx.Int64)
+def poll_runs(runs: list[Run], count: int) -> list[list[fx.Int32]]:
+    """Wait for `count` words of each of `runs` at once; their values.
+
+    One wait for many words costs one trip to memory where many waits cost one each.
+    """
+    for run in runs:
+        note(run.words.region, run.words.space, Kind.POLL)
+    ats = [global_pointer(fx.Int64, beyond(r.words.address, r.index * WORD)) for r in runs]
+    held = _await(runs, ats, count).words
+    values = []
+    for i, run in enumerate(runs):
+        own = [fx.Int32(word) for word in held[i * count : (i + 1) * count]]
+        if run.wanted is not None:
+            own = [run.wanted.select(value, fx.Int32(0)) for value in own]
+        values.append(own)
+    return values
+
+
+class _Held(TraceObject):
+    """Words in registers; unlike its base it is the state of the loop that waits for them."""
+
+    def __init__(self, words: list[fx.Int64]) -> None:
+        self.words = words
+
+    def __extract_to_ir_values__(self) -> list:
+        return [word.ir_value() for word in self.words]
+
+    def __get_ir_types__(self) -> list:
+        return [T.i64] * len(self.words)
+
+    @classmethod
+    def __construct_from_ir_values__(cls, values: list, exemplar: _Held) -> _Held:
+        return cls([fx.Int64(value) for value in values])
+
+
+def _load(runs: list[Run], ats: list[fx.Pointer], count: int) -> _Held:
+    return _Held(
+        [
+            fx.generic_load(at + i, memory_order=_RELAXED, syncscope=_SCOPES[run.words.space])
+            for run, at in zip(runs, ats, strict=True)
+            for i in range(count)
+        ]
+    )
 
 
 def _tag_of(word: fx.Int64) -> fx.Int32:
     return fx.Int32(fx.Uint64(word) >> fx.Uint64(32))
 
 
-def _missing(words: Words, held: fx.Vector, count: int, wanted: fx.Boolean | None) -> fx.Int32:
-    """0 when every word of `held` has the tag."""
-    missing = _tag_of(held[0]) ^ words.tag
-    for i in range(1, count):
-        missing = missing | (_tag_of(held[i]) ^ words.tag)
-    return missing if wanted is None else wanted.select(missing, fx.Int32(0))
+def _missing(runs: list[Run], held: _Held, count: int) -> list[fx.Int32]:
+    """For each run 0 when all its words have the tag."""
+    result = []
+    for i, run in enumerate(runs):
+        missing = None
+        for word in held.words[i * count : (i + 1) * count]:
+            differs = _tag_of(word) ^ run.words.tag
+            missing = differs if missing is None else missing | differs
+        if run.wanted is not None:
+            missing = run.wanted.select(missing, fx.Int32(0))
+        result.append(missing)
+    return result
+
+
+def _any_missing(runs: list[Run], held: _Held, count: int) -> fx.Int32:
+    return functools.reduce(operator.or_, _missing(runs, held, count))
 
 
 @traced
-def _await(
-    words: Words, at: fx.Int64, count: int, index: fx.Int32, wanted: fx.Boolean | None
-) -> fx.Vector:
-    held = _load(words, at, count)
-    missing = _missing(words, held, count, wanted)
-    waits = words.waits
+def _await(runs: list[Run], ats: list[fx.Pointer], count: int) -> _Held:
+    held = _load(runs, ats, count)
+    missing = _any_missing(runs, held, count)
+    waits = runs[0].words.waits
     if fx.const_expr(waits.debug):
         tries = fx.Int32(0)
         while (missing != 0) & (tries < waits.polls):
             fx.rocdl.s_sleep(1)
-            held = _load(words, at, count)
-            missing = _missing(words, held, count, wanted)
+            held = _load(runs, ats, count)
+            missing = _any_missing(runs, held, count)
             tries = (waits.given_up() != 0).select(fx.Int32(waits.polls), tries + 1)
-        # One record a wave: its first lane that misses something.
         if missing != 0:
-            if uniform(index) == index:
-                waits.record(fx.Int32(words.wait_id), index, words.tag, _tag_of(held[0]))
+            _record(waits, runs, held, count)
     else:
         while missing != 0:
             fx.rocdl.s_sleep(1)
-            held = _load(words, at, count)
-            missing = _missing(words, held, count, wanted)
+            held = _load(runs, ats, count)
+            missing = _any_missing(runs, held, count)
     return held
+
+
+@traced
+def _record(waits: Waits, runs: list[Run], held: _Held, count: int) -> None:
+    """Record the first run that misses a word, once a wave."""
+    missing = _missing(runs, held, count)
+    wait, index, found = fx.Int32(0), fx.Int32(0), fx.Int32(0)
+    for i in fx.range_constexpr(len(runs)):
+        j = len(runs) - 1 - i
+        absent = missing[j] != 0
+        wait = absent.select(fx.Int32(runs[j].words.wait_id), wait)
+        index = absent.select(runs[j].index, index)
+        found = absent.select(_tag_of(held.words[j * count]), found)
+    if (uniform(wait) == wait) & (uniform(index) == index):
+        waits.record(wait, index, runs[0].words.tag, found)
 
 
 def pair_floats(word: fx.Int32) -> tuple[fx.Float32, fx.Float32]:
     """The two bf16 of a word as f32."""
     return (word << 16).bitcast(fx.Float32), (word & -65536).bitcast(fx.Float32)
-

@@ -314,9 +314,7 @@ class Rank:
         shape = self.shape
         build = StepBeginBuild(shape.tp, shape.debug, shape.blocks, shape.polls)
         peers = (self.peers, self.fence_off, self.rank, self.state, None)
-        _run_compiled(
-            build_step_begin(build), self.scratch, self.scratch.numel(), None, 0, *peers
-        )
+        _run_compiled(build_step_begin(build), self.scratch, self.scratch.numel(), None, 0, *peers)
 
     def _values(self, w: LayerWeights, layer: int, indexed: bool, attn: str, ffn: str) -> dict:
         stored = w.shard(self.shape.tp, self.rank, indexed, attn, ffn)

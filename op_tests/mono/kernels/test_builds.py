@@ -121,7 +121,8 @@ def test_real_kernels_need_no_scratch(flydsl_cache, name, tokens, debug):
     with chip_info.pinned(Target.of("gfx950")):
         compile_artifact(launcher)
     (kernel,) = launcher_resources(launcher)
-    assert (kernel.scratch_bytes, kernel.spilled, kernel.threads) == (0, 0, 512)
+    # Scalar registers may spill into lanes of vector registers; that takes no scratch.
+    assert (kernel.scratch_bytes, kernel.threads) == (0, 512)
     assert kernel.vgprs <= 256  # eight waves of a workgroup share a compute unit's registers
     assert kernel.lds_bytes <= 160 << 10
 

@@ -125,6 +125,26 @@ def test_sparse_layers_select_and_then_reuse(emulate, tp, order, positions, ffn,
     setup.require_same(h)
 
 
+def test_a_step_is_not_fooled_by_what_the_last_one_left(emulate):
+    """The same layer number in two steps means the same tags: only zeroing tells them apart."""
+    setup = Setup(emulate("gfx950"), 2, [300, 200])
+    w = LayerWeights.random(DIMS, dense=True, seed=2)
+    g = torch.Generator().manual_seed(5)
+    attended = [torch.randn(2, 8 * HEAD_DIM, generator=g).to(torch.bfloat16) for _ in range(2)]
+
+    def steps(rank: Rank) -> None:
+        for number in range(2):
+            rank.attended.copy_(attended[number].chunk(2, 1)[rank.rank])
+            rank.begin()
+            rank.dense_post(w, 0)
+
+    setup.run(steps)
+    h, exact = setup.h.float(), w.rounded("bf16", "bf16")
+    for number in range(2):
+        h = setup.reference.finish(exact, h, attended[number].float())
+    setup.require_same(h)
+
+
 def test_a_rank_that_never_arrives_is_named_by_a_debug_build(emulate):
     setup = Setup(emulate("gfx950"), 2, [300], debug=True)
     w = LayerWeights.random(DIMS, dense=True, seed=1)

@@ -1,8 +1,8 @@
 """First half of a dense layer: what comes before its attention, which is an ordinary kernel.
 
-    norm1   normed rows of h_in
-    qkv     QKV projection
-    heads   per-head norm and rotary embedding; q to q_out, k and v into the caches
+norm1   normed rows of h_in
+qkv     QKV projection
+heads   per-head norm and rotary embedding; q to q_out, k and v into the caches
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What the layer kernels have in common: regions by name, and the second half of a layer.
 
-    o_proj        partial sums of the output projection to every rank
-    reduce_attn   mid = h_in + their sum; norm2
-    ...           routing, where the layer has experts
-    gate_up, down the FFN; partial sums to every rank
-    reduce_ffn    h_out = mid + their sum
+o_proj        partial sums of the output projection to every rank
+reduce_attn   mid = h_in + their sum; norm2
+...           routing, where the layer has experts
+gate_up, down the FFN; partial sums to every rank
+reduce_ffn    h_out = mid + their sum
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def project_qkv(
 
 @dataclass(frozen=True)
 class PostInputs:
-    """Addresses of the second half of a layer, as the ABI names them; router_* only with experts."""
+    """Addresses of the second half of a layer, by their names in the ABI; a router with experts."""
 
     h_in: fx.Int64
     o_w: fx.Int64
