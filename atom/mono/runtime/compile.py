@@ -42,6 +42,9 @@ def compile_only() -> Iterator[None]:
 def compile_kernels(pairs: Pairs) -> list[JitFunction]:
     """Compile each launcher, or find it in the cache; launch and load nothing.
 
+    Meanwhile launches on other threads start nothing either, because `compile_artifact` sets
+    COMPILE_ONLY for the whole process: prepare between steps, not beside them.
+
     Raises TypeError for a launcher whose parameters are not those of its ABI, and what compiling
     raises. Returns the launchers.
     """

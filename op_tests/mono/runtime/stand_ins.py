@@ -12,6 +12,7 @@ import flydsl.expr as fx
 import torch
 from flydsl.compiler.jit_function import JitFunction
 
+from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.device import global_pointer, traced
 from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
 from atom.mono.models.minimax_m3.builds import DensePostBuild, DensePreBuild, Dims, SparseBuild
@@ -24,6 +25,7 @@ from atom.mono.models.minimax_m3.weights import (
     expected_caches,
     expected_weights,
 )
+from atom.mono.runtime.deployment import Deployment
 from atom.mono.runtime.peer_memory import InProcessHeap, PeerAllocator
 from op_tests.emulator.session import Emulator
 
@@ -218,12 +220,18 @@ def copy_attention(layer: int, q: torch.Tensor, step: Step, out: torch.Tensor) -
     out.copy_(q)
 
 
+def deployment_of(config: Config) -> Deployment:
+    """One that `config` serves."""
+    return Deployment(Target.of("gfx950"), config.tp, context=config.context)
+
+
 def make_runner(
     config: Config, allocator: PeerAllocator | None = None, builders: Builders = STAND_INS
 ) -> MiniMaxM3Runner:
     """A runner over zero weights, alone unless an allocator says otherwise."""
     return MiniMaxM3Runner(
         config,
+        deployment_of(config),
         make_weights(config),
         make_caches(config),
         copy_attention,

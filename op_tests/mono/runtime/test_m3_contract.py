@@ -12,7 +12,10 @@ from atom.mono.models.minimax_m3.contract import check_width
 from atom.mono.models.minimax_m3.execution import width_kernels
 from atom.mono.models.minimax_m3.runner import layer_builders
 from atom.mono.plan.check import ContractError
+from atom.mono.plan.execution import LDS_BYTES, THREADS
+from atom.mono.runtime.compile import launcher_resources
 from atom.mono.runtime.step_begin import ABI
+from atom.mono.runtime.widths import WidthBuilds
 from op_tests.mono.runtime.kernels import kernel_in
 from op_tests.mono.runtime.stand_ins import small_config
 
@@ -54,8 +57,20 @@ def test_debug_and_plain_builds_are_different_launchers():
     assert all(a is not b for (a, _), (b, _) in pairs)
 
 
-def test_the_model_as_shipped_is_64_launches_of_keys_that_exist():
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("rows", Config().widths)
+def test_the_model_as_shipped_is_prepared_without_scratch(gfx950, rows: int):
     config = Config(reusing=frozenset(range(5, 60, 2)))
     assert config.launches == 64
-    for rows in config.widths:
-        width_kernels(config, rows, layer_builders())
+    builds = WidthBuilds(
+        lambda rows: width_kernels(config, rows, layer_builders()),
+        lambda kernels: kernels.pairs(),
+        None,
+        "MiniMax-M3 mono",
+    )
+    assert builds.prepare(rows)
+    for launcher, _ in builds[rows].pairs():
+        (resources,) = launcher_resources(launcher)
+        assert resources.threads == THREADS
+        assert resources.lds_bytes <= LDS_BYTES

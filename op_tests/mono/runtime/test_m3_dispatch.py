@@ -121,6 +121,9 @@ def compile_only_while_warm(driver: Driver) -> tuple[int, int, int, dict[str, in
     runner.forward(step)
     with compile_only():
         runner.forward(step)
+        assert runner.prepare(1)
+        runner.forward(make_step(config, 1))
+        assert not runner.warm(1)
     held = driver.count("hipModuleLaunchKernel")
     driver.reset()
     assert runner.prepare(8)
@@ -162,8 +165,11 @@ def test_a_refused_width_stays_refused_and_others_serve(hip_stub: HipStub):
 
 
 def racing_runners(driver: Driver) -> tuple[int, int, Counter]:
-    """Four runners over launchers they share, a thread each: all prepare, then all step."""
-    config = small_config(**CONFIG)
+    """Four runners over launchers they share, a thread each: all prepare, then all step.
+
+    A step of six layers, three of them dense, is 10 launches.
+    """
+    config = small_config(layers=6, reusing=frozenset({4}))
     runners = [make_runner(config) for _ in range(4)]
     barrier, errors = threading.Barrier(4), []
 
@@ -192,8 +198,8 @@ def racing_runners(driver: Driver) -> tuple[int, int, Counter]:
 
 def test_racing_runners_load_each_launcher_once_and_launch_every_step(hip_stub: HipStub):
     loads, launches, per_thread = hip_stub.run(racing_runners)
-    assert (loads, launches) == (LAUNCHERS, 4 * 3 * STEP)
-    assert per_thread == {3 * STEP: 4}
+    assert (loads, launches) == (LAUNCHERS, 4 * 3 * 10)
+    assert per_thread == {3 * 10: 4}
 
 
 def captured(driver: Driver) -> tuple[str, str, int]:

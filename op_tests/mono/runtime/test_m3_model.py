@@ -24,7 +24,7 @@ from op_tests.mono.kernels.layers import (
     Reference,
     Sequences,
 )
-from op_tests.mono.runtime.stand_ins import CPU, allow
+from op_tests.mono.runtime.stand_ins import CPU, allow, deployment_of
 from op_tests.torch_moe import relative_l2
 
 pytestmark = [pytest.mark.compile, pytest.mark.emulated]
@@ -94,6 +94,7 @@ class Rank:
         layers = [_tensors(w, layer, rank) for layer, w in enumerate(weights)]
         self.runner = MiniMaxM3Runner(
             config,
+            deployment_of(config),
             Weights(table, layers),
             self.caches,
             self.attend,
@@ -176,6 +177,14 @@ class Model:
         return h
 
 
+def _require_match(results: list[torch.Tensor], want: torch.Tensor) -> None:
+    assert torch.equal(*results), "ranks differ"
+    got = results[0].float()
+    assert relative_l2(got, want) < CLOSE
+    assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 2 * CLOSE
+
+
+@pytest.mark.slow
 def test_steps_of_two_ranks_match_torch_and_each_other_bit_for_bit(gfx950):
     model = Model()
     steps = [model.step(7, later=0), model.step(8, later=1)]
@@ -183,20 +192,17 @@ def test_steps_of_two_ranks_match_torch_and_each_other_bit_for_bit(gfx950):
         model.allow(emu, *steps)
         for step in steps:
             results = emu.run_ranks([lambda r=r, s=step: r.runner.forward(s) for r in model.ranks])
-            assert torch.equal(*results)
-            want = model.expected(step)
-            got = results[0].float()
-            assert relative_l2(got, want) < CLOSE
-            assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 2 * CLOSE
+            _require_match(results, model.expected(step))
 
 
-def test_a_rank_that_does_not_come_to_a_step_is_named(gfx950):
+def test_a_dense_layer_matches_and_then_a_rank_that_does_not_come_is_named(gfx950):
     model = Model(replace(CONFIG, debug=True, layers=1, reusing=frozenset()))
     step = model.step(7, later=0)
     first = model.ranks[0].runner
     with emulated("gfx950") as emu:
         model.allow(emu, step)
-        emu.run_ranks([lambda r=r: r.runner.forward(step) for r in model.ranks])
+        results = emu.run_ranks([lambda r=r: r.runner.forward(step) for r in model.ranks])
+        _require_match(results, model.expected(step))
         first.finish_step()
         first.forward(step)
     with pytest.raises(WaitGivenUp) as error:

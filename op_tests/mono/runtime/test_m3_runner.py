@@ -27,6 +27,7 @@ from op_tests.mono.runtime.stand_ins import (
     STAND_INS,
     allow,
     copy_attention,
+    deployment_of,
     make_caches,
     make_runner,
     make_step,
@@ -166,11 +167,12 @@ def test_peer_memory_ends_with_the_runner():
 # ---------------------------------------------------------------- refusals
 
 
-def _refusal(weights=None, caches=None, **changes: object) -> str:
-    config = small_config(**FEW, **changes)
+def _refusal(weights=None, caches=None, deployment=None) -> str:
+    config = small_config(**FEW)
     with pytest.raises(MonoUnsupported) as error:
         MiniMaxM3Runner(
             config,
+            deployment or deployment_of(config),
             weights or make_weights(config),
             caches or make_caches(config),
             copy_attention,
@@ -303,6 +305,16 @@ def test_a_missing_layer_is_refused():
     assert "weights of 4 layers are given, the model has 5" in _refusal(
         replace(weights, layers=weights.layers[:4])
     )
+
+
+def test_a_device_that_cannot_hold_the_grid_is_refused():
+    deployment = replace(deployment_of(small_config(**FEW)), target=Target("gfx950", 80))
+    assert _refusal(deployment=deployment).endswith("256 compute units, the device has 80")
+
+
+def test_a_process_that_launches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMPILE_ONLY", "1")
+    assert _refusal() == "COMPILE_ONLY is set: steps would launch nothing"
 
 
 def test_ranks_that_differ_in_anything_that_changes_code_differ_in_identity():

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from aiter import env
 from atom.mono import device as device_kernels
 from atom.mono.plan.build_key import key_tuple, source_digest
 from atom.mono.runtime.consensus import Group, MonoUnsupported, bind_agreed, tp_same
 from atom.mono.runtime.debug import diag_buffer, raise_if_given_up, region_namer
+from atom.mono.runtime.deployment import Deployment, first_refusal
 from atom.mono.runtime.lifecycle import owned_peer_buffer
 from atom.mono.runtime.mailboxes import StepMailboxes
 from atom.mono.runtime.peer_memory import PeerAllocator
@@ -18,9 +20,10 @@ from atom.mono.runtime.stream import current_stream
 from atom.mono.runtime.widths import WidthBuilds
 
 from .config import Config
+from .dispatch import refusals
 from .execution import Buffers, Builders, DenseAttention, Step, WidthExecution, width_kernels
 from .layout import peer_layout, scratch_layout
-from .weights import Tensors, Weights, bind_weights
+from .weights import Bound, Tensors, Weights, bind_weights
 
 _SOURCES = (Path(__file__).parent, Path(device_kernels.__file__).parent)
 
@@ -28,18 +31,22 @@ _SOURCES = (Path(__file__).parent, Path(device_kernels.__file__).parent)
 class MiniMaxM3Runner:
     """Decode steps of one rank.
 
-        runner = MiniMaxM3Runner(config, weights, caches, attention, allocator, group, device)
+        runner = MiniMaxM3Runner(
+            config, deployment, weights, caches, attention, allocator, group, device
+        )
         if runner.prepare(4):                 # compiles, launches nothing
             hidden = runner.forward(step)     # the first one of a width loads it
 
     All calls are collective over the ranks of `group` (None: one rank), in the same order. Making
-    one raises MonoUnsupported, on every rank, when weights or caches do not fit on any of them, or
-    when ranks would run different code.
+    one raises MonoUnsupported, on every rank, when on any of them the deployment cannot be served,
+    weights or caches do not fit or nothing would be launched, or when ranks would run different
+    code. `builders` are for tests: None stands for the layer kernels of this model.
     """
 
     def __init__(
         self,
         config: Config,
+        deployment: Deployment,
         weights: Weights,
         caches: Sequence[Tensors],
         attention: DenseAttention,
@@ -49,7 +56,15 @@ class MiniMaxM3Runner:
         builders: Builders | None = None,
     ) -> None:
         self.config, self.device = config, device
-        self._bound = bind_agreed(lambda: bind_weights(config, weights, caches, device), group)
+
+        def bind() -> Bound:
+            if reason := first_refusal(refusals(config, deployment)):
+                raise MonoUnsupported(reason)
+            if env.COMPILE_ONLY.get():
+                raise MonoUnsupported("COMPILE_ONLY is set: steps would launch nothing")
+            return bind_weights(config, weights, caches, device)
+
+        self._bound = bind_agreed(bind, group)
         self._builders = bind_agreed(lambda: builders or layer_builders(), group)
         if not tp_same(identity(config), group):
             raise MonoUnsupported("ranks differ in their configuration or their kernels' sources")
@@ -108,7 +123,9 @@ class MiniMaxM3Runner:
         stream = current_stream(self.device)
         self._mailboxes.begin_step(stream)
         hidden = width.forward(step, stream)
-        self._warm.add(rows)
+        # In compile-only mode nothing has run.
+        if rows not in self._warm and not env.COMPILE_ONLY.get():
+            self._warm.add(rows)
         return hidden
 
     def finish_step(self) -> None:
