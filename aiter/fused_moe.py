@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 
 import torch
 
+from aiter import env
 from aiter.jit.core import AITER_CONFIGS, load_fmoe
 from aiter.jit.utils.chip_info import get_target
 from aiter.jit.utils.torch_guard import torch_compile_guard
@@ -276,7 +276,7 @@ def _fused_moe_impl(
         intermediate_pad=intermediate_pad,
         given_scales=a1_scale is not None or a2_scale is not None,
     )
-    plan = _selector(AITER_CONFIGS.fmoe).plan(request)
+    plan = _selector(env.AITER_CONFIG_FMOE.get()).plan(request)
     tensors = MoeTensors(
         x=hidden_states,
         w1=w1,
@@ -300,8 +300,9 @@ def _fused_moe_impl(
 
 
 @functools.lru_cache(maxsize=8)
-def _selector(paths: tuple[Path, ...]) -> Selector:
-    return Selector(load_fmoe(paths))
+def _selector(override: tuple[str, ...]) -> Selector:
+    """Plans from the tables in force, which `override` names if any; they are read once."""
+    return Selector(load_fmoe(AITER_CONFIGS.fmoe))
 
 
 def _required(scale: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ _ERF_T = 0.3275911
 
 @dataclass(frozen=True)
 class ActivationScalars:
-    """Runtime scalars: the limit L, and b and c of situv2 with their reciprocals."""
+    """Runtime scalars: the limit L, and b and c of situv2."""
 
     limit: fx.Float32
     beta: fx.Float32

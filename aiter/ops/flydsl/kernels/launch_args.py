@@ -88,6 +88,8 @@ def zeros(launcher: JitFunction) -> list[Any]:
 def check_count(launcher: JitFunction, args: Sequence[Any], keywords: dict[str, Any]) -> None:
     """Raise TypeError unless there is one positional argument for every parameter."""
     slots = slots_of(launcher)
+    if len(args) == len(slots) and not keywords:
+        return
     names = ", ".join(name for name, _ in slots)
     if keywords:
         given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
