@@ -6,11 +6,10 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
 
-from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from atom.mono.models.minimax_m3 import runner as runner_module
 from atom.mono.models.minimax_m3.execution import Builders
+from atom.mono.models.minimax_m3.runner import layer_builders
 from atom.mono.runtime.compile import compile_only, scratch_bytes
 from op_tests.dispatch.test_states import Traces
 from op_tests.hip_stub import Driver, HipStub, Launched
@@ -33,9 +32,11 @@ def _on_stream(handle: int | None) -> None:
 # ---------------------------------------------------------------- preload, warm-up, steps
 
 
-def life_of_a_width(driver: Driver) -> tuple[dict[str, int], list[dict[str, int]], list[int]]:
+def life_of_a_width(
+    driver: Driver, real: bool
+) -> tuple[dict[str, int], list[dict[str, int]], list[int]]:
     traces, config = Traces(), small_config(**CONFIG)
-    runner = make_runner(config)
+    runner = make_runner(config, builders=layer_builders() if real else STAND_INS)
     assert runner.prepare(4)
     preloaded, counts, traced = driver.counts(), [], []
     for _ in range(3):
@@ -49,8 +50,13 @@ def life_of_a_width(driver: Driver) -> tuple[dict[str, int], list[dict[str, int]
     return preloaded, counts, traced
 
 
-def test_preparing_starts_nothing_warming_loads_once_and_a_step_is_64_launches(hip_stub: HipStub):
-    preloaded, counts, traced = hip_stub.run(life_of_a_width)
+@pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stand-ins", "real kernels"]
+)
+def test_preparing_starts_nothing_warming_loads_once_and_a_step_is_64_launches(
+    hip_stub: HipStub, real: bool
+):
+    preloaded, counts, traced = hip_stub.run(life_of_a_width, real, seconds=300)
     assert preloaded == {}
     assert [count["hipModuleLaunchKernel"] for count in counts] == [STEP] * 3
     assert [count.get("hipModuleLoadData", 0) for count in counts] == [LAUNCHERS, 0, 0]
@@ -226,13 +232,3 @@ def test_only_a_step_that_has_run_can_be_captured(hip_stub: HipStub):
     cold, warm, launches = hip_stub.run(captured)
     assert "launch it once before capturing" in cold
     assert (warm, launches) == ("", STEP)
-
-
-def own_device(driver: Driver) -> bool:
-    launcher = STAND_INS.dense_pre(small_config().dense_pre(1))
-    _run_compiled(launcher, *[torch.zeros(8)] * 13, 0, None, None)
-    return driver.count("hipModuleLaunchKernel") == 1
-
-
-def test_a_layer_launcher_takes_tensors_for_addresses_too(hip_stub: HipStub):
-    assert hip_stub.run(own_device)
