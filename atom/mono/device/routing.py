@@ -160,7 +160,7 @@ class ActiveExperts(TraceObject):
             (expert,), (weight,) = poll_runs([Run(ids, thread), Run(weights, thread)], 1)
             self._routes[thread] = expert
             self._weights[thread] = weight.bitcast(fx.Float32)
-        fx.gpu.barrier()
+        # A wave has a lane for every route, so the first one lists what it stored itself.
         if self.cta.wave == 0:
             self._list(self.cta.lane)
         fx.gpu.barrier()

@@ -186,13 +186,17 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, order):
 
 
 @pytest.mark.parametrize(
-    ("kv", "group", "topk", "init", "local", "order"),
-    [(2, 2, 4, 1, 1, "lockstep"), (1, 1, 3, 0, 2, "random")],
+    ("kv", "group", "topk", "init", "local", "last", "order"),
+    [
+        (2, 2, 4, 1, 1, 1500, "lockstep"),
+        (1, 1, 3, 0, 2, 1500, "random"),
+        (1, 1, 4, 1, 1, 20000, "lockstep"),  # more blocks than a wave has lanes
+    ],
 )
-def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local, order):
+def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local, last, order):
     g = torch.Generator().manual_seed(topk)
-    positions = torch.tensor([2, 511, 1500], dtype=torch.int32)
-    tokens, blocks, most = len(positions), 12, 16
+    positions = torch.tensor([2, 511, last], dtype=torch.int32)
+    tokens, blocks, most = len(positions), last // PAGE + 1, last // PAGE + 5
     cache = Cache.random(tokens, blocks, 1, g)
     iq = torch.randn(tokens, kv * group, HEAD_DIM, generator=g).to(torch.bfloat16)
     shape = SelectShape(kv, group, topk, init, local, most)

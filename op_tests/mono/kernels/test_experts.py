@@ -40,7 +40,7 @@ def test_tokens_are_routed_by_biased_sigmoid(emulate, experts, topk, order):
     assert relative_l2(floats_in(weights, 6).view(tokens, topk), want) < 1e-6
 
 
-def ffn_launcher(shape: FfnShape, fmt: str, shared: float):
+def ffn_launcher(shape: FfnShape, fmt: str, shared: float, blocks: int):
     """y [tokens, hidden] f32 words, from words of x and of the routes."""
     route, hidden, inter = shape.route, shape.hidden, shape.inter
 
@@ -59,22 +59,24 @@ def ffn_launcher(shape: FfnShape, fmt: str, shared: float):
 
         down(cta, shape, active, Weight(fmt, dn, dn_s, hidden, inter), words(act), emit)
 
-    return stage_launcher(body, lds_bytes=shape.lds_bytes)
+    return stage_launcher(body, blocks, shape.lds_bytes)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "topk", "fmt", "kind", "order"),
+    ("tokens", "experts", "topk", "hidden", "inter", "fmt", "kind", "blocks", "order"),
     [
-        (16, 6, 4, "fp4", "even", "lockstep"),
-        (3, 5, 2, "fp8", "skewed", "random"),
-        (1, 9, 4, "bf16", "even", "lockstep"),
-        (8, 6, 2, "fp4", "one", "lockstep"),
-        (5, 0, 0, "fp4", "dense", "lockstep"),
+        (16, 6, 4, 256, 256, "fp4", "even", 3, "lockstep"),
+        (3, 5, 2, 256, 384, "fp8", "skewed", 3, "random"),
+        (1, 9, 4, 256, 384, "bf16", "even", 3, "lockstep"),
+        (8, 6, 2, 256, 128, "fp4", "one", 3, "lockstep"),
+        (5, 0, 0, 256, 384, "fp4", "dense", 3, "lockstep"),
+        (1, 4, 1, 384, 128, "fp4", "even", 18, "random"),  # more workgroups than gate and up tasks
     ],
 )
-def test_experts_of_every_routing(emulate, tokens, experts, topk, fmt, kind, order):
+def test_experts_of_every_routing(
+    emulate, tokens, experts, topk, hidden, inter, fmt, kind, blocks, order
+):
     g = torch.Generator().manual_seed(tokens + experts)
-    hidden, inter = 256, 384
     shape = FfnShape(RouteShape(tokens, experts, topk), hidden, inter, 7.0)
     size = 0.3  # large enough to reach the limit
     weights = [
@@ -90,7 +92,7 @@ def test_experts_of_every_routing(emulate, tokens, experts, topk, fmt, kind, ord
     emulate("gfx950", order=order)
     data = [t for w in weights for t in (w.data, w.scale)]
     given = [words_of(x, 8), words_of(ids, 8), words_of(route, 8), act]
-    run_stage(ffn_launcher(shape, fmt, 0.75), [y, *given, *data], 8)
+    run_stage(ffn_launcher(shape, fmt, 0.75, blocks), [y, *given, *data], 8)
     assert (act[:, 1] == 8).all()
     experts_of = torch_m3.Experts(weights[0].value, weights[1].value)
     want = experts_of(x.float(), ids, route, 0.75, 7.0)
