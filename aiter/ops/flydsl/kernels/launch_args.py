@@ -96,16 +96,14 @@ def check_count(launcher: JitFunction, args: Sequence[Any], keywords: dict[str, 
         raise TypeError(
             f"{name_of(launcher)} takes positional arguments only ({names}), not {given}"
         )
-    if len(args) != len(slots):
-        problem = (
-            f"argument {len(args)} ({slots[len(args)][0]}) is missing"
-            if len(args) < len(slots)
-            else f"argument {len(slots)} is {args[len(slots)]!r}"
-        )
-        raise TypeError(
-            f"{name_of(launcher)} takes {len(slots)} arguments ({names}), "
-            f"got {len(args)}: {problem}"
-        )
+    problem = (
+        f"argument {len(args)} ({slots[len(args)][0]}) is missing"
+        if len(args) < len(slots)
+        else f"argument {len(slots)} is {args[len(slots)]!r}"
+    )
+    raise TypeError(
+        f"{name_of(launcher)} takes {len(slots)} arguments ({names}), got {len(args)}: {problem}"
+    )
 
 
 def plain_args(launcher: JitFunction, args: Sequence[Any]) -> list[Any]:
