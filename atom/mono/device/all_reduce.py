@@ -2,6 +2,10 @@
 
 Every rank adds the same f32 numbers in the same order, so all get the same bits. A rank's part of
 a region is words [tokens, columns]; rank r writes part r of every rank's region.
+
+A region is free for a layer's sums once the layer before has consumed its own, though no rank asks
+another: with two exchanges in a layer, each of which needs every element of the one before it, a
+rank that sends again has what all others sent in between, and they sent it after consuming.
 """
 
 from __future__ import annotations

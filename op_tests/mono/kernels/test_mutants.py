@@ -81,7 +81,9 @@ def _every_trace_without(barrier: Callable, left_out: int, each: int) -> Callabl
 def test_words_must_be_waited_for(monkeypatch):
     """A reader that takes a word whatever its tag computes with zeros."""
     monkeypatch.setattr(sync, "_any_missing", lambda *_args: fx.Int32(0))
-    assert not survives(lambda e: test_norm.test_all_ranks_reduce_to_the_same_bits(e, 2, "random"))
+    assert not survives(
+        lambda e: test_norm.test_all_ranks_reduce_to_the_same_bits(e, 2, "random", 3, 1152)
+    )
 
 
 def test_a_score_beyond_the_position_must_be_masked(monkeypatch):

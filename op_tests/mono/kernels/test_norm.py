@@ -79,8 +79,9 @@ def all_reduce_launcher(tp: int, tokens: int, hidden: int, debug: bool = False):
     return stage_launcher(body, debug=debug, polls=30)
 
 
-def run_all_reduce(emu, tp: int, present: list[int], debug: bool) -> tuple:
-    tokens, hidden = 3, 1152
+def run_all_reduce(
+    emu, tp: int, present: list[int], debug: bool = False, tokens: int = 3, hidden: int = 1152
+) -> tuple:
     g = torch.Generator().manual_seed(tp)
     ranks = [Rank(tp, tokens, hidden, g) for _ in range(tp)]
     residual = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
@@ -99,10 +100,20 @@ def run_all_reduce(emu, tp: int, present: list[int], debug: bool) -> tuple:
     return ranks, residual, w
 
 
-@pytest.mark.parametrize(("tp", "order"), [(1, "lockstep"), (2, "random"), (4, "lockstep")])
-def test_all_ranks_reduce_to_the_same_bits(emulate, tp, order):
+@pytest.mark.parametrize(
+    ("tp", "order", "tokens", "hidden"),
+    [
+        (1, "lockstep", 3, 1152),
+        (2, "random", 3, 1152),
+        (4, "lockstep", 3, 1152),
+        (4, "lockstep", 1, 6144),  # more sums a thread than it waits for at once
+        (8, "lockstep", 1, 2304),
+    ],
+)
+def test_all_ranks_reduce_to_the_same_bits(emulate, tp, order, tokens, hidden):
     emu = emulate("gfx950", order=order)
-    ranks, residual, w = run_all_reduce(emu, tp, list(range(tp)), False)
+    given = list(range(tp))
+    ranks, residual, w = run_all_reduce(emu, tp, given, tokens=tokens, hidden=hidden)
     total = ranks[0].partial
     for r in ranks[1:]:
         total = total + r.partial

@@ -18,7 +18,8 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
     q_norm_w, ...     [head_dim] bf16            per-head norm factors
     cos_sin           [positions, rotary] f32    rotary / 2 cosines, then as many sines
     positions         [tokens] i32               from 0; also the row of cos_sin
-    slots             [tokens] i32               cache cell: page * PAGE + place; -1: a padding row
+    slots             [tokens] i32               cache cell: page * PAGE + place; -1: a padding row,
+                                                 which has a position and pages like any other
     k_cache           [pages, local kv heads, PAGE, head_dim] bf16
     v_cache           [pages, local kv heads, head_dim, PAGE] bf16
     index_cache       [pages, PAGE, head_dim] bf16
