@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def _addresses(group: Any, hip: FakeHip, nbytes: int) -> str | list[str]:
 def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
     """Vote in every scenario over a real gloo group and put (rank, answers) into `results`."""
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    # Ranks that no longer vote on the same things fail instead of waiting for each other.
+    patience = timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     group = dist.group.WORLD
     last = rank == ranks - 1
     results.put(
