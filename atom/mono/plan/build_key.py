@@ -1,30 +1,19 @@
 """What a build's key says about itself.
 
 A key is a frozen dataclass of integers, floats, strings, booleans, enums and of dataclasses like
-it: everything that decides the code of one kernel and nothing else. A field may say by what short
-name it appears in the kernel's symbol, so that a profile shows the parameters that matter.
+it: everything that decides the code of one kernel and nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 _SCALARS = (int, float, str, bool, Enum, type(None))
-
-
-def symbol_field(name: str, **options: Any) -> Any:
-    """A dataclass field that `symbol_params` shows as `name`; `options` are `field`'s own."""
-    return field(metadata={"sym": name}, **options)
-
-
-def symbol_params(key: Any) -> dict[str, Any]:
-    """The fields of `key` that its kernel's symbol shows, by their short names, in order."""
-    return {f.metadata["sym"]: getattr(key, f.name) for f in fields(key) if "sym" in f.metadata}
 
 
 def key_tuple(key: Any, sources: str) -> tuple[Any, ...]:

@@ -9,9 +9,6 @@ table of `count` tasks; workgroup `b` does tasks b, b + blocks, b + 2 * blocks, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-
 BLOCKS = 256
 THREADS = 512
 LANES = 64
@@ -39,26 +36,3 @@ def tasks_of(block: int, count: int, blocks: int = BLOCKS) -> range:
     if not 0 <= block < blocks:
         raise ValueError(f"there is no workgroup {block} among {blocks}")
     return range(block, count, blocks)
-
-
-def idle_share(count: int, blocks: int = BLOCKS) -> float:
-    """The share of the grid's task slots that `count` tasks leave empty, in [0, 1)."""
-    return 1 - count / (rounds(count, blocks) * blocks) if count else 0.0
-
-
-def offsets(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each kind of task starts in a table that holds `counts` of them, then the total."""
-    return tuple(accumulate(counts, initial=0))
-
-
-def split(work: int, tasks: int, unit: int = 1) -> tuple[range, ...]:
-    """`work` items in `tasks` consecutive runs of near equal length, cut at multiples of `unit`.
-
-    A run is empty when there are fewer units than tasks. Raises ValueError unless `unit` divides
-    `work`.
-    """
-    if work % unit:
-        raise ValueError(f"{work} items are not whole units of {unit}")
-    units = work // unit
-    cuts = [unit * (units * task // tasks) for task in range(tasks + 1)]
-    return tuple(range(low, high) for low, high in pairwise(cuts))

@@ -14,18 +14,3 @@ def shard(total: int, ranks: int, rank: int, what: str = "dimension") -> range:
         raise ValueError(f"{what}: {total} cannot be divided equally among {ranks} ranks")
     size = total // ranks
     return range(rank * size, (rank + 1) * size)
-
-
-def replicated(total: int, ranks: int, rank: int, what: str = "dimension") -> range:
-    """The same where there may be fewer items than ranks: neighbouring ranks then share one.
-
-    Raises ValueError unless one of the two numbers divides the other.
-    """
-    if total >= ranks:
-        return shard(total, ranks, rank, what)
-    if not 0 <= rank < ranks:
-        raise ValueError(f"there is no rank {rank} of {ranks}")
-    if ranks % total:
-        raise ValueError(f"{what}: {ranks} ranks cannot share {total} equally")
-    item = rank * total // ranks
-    return range(item, item + 1)

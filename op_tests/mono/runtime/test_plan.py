@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atom.mono.plan import execution
-from atom.mono.plan.build_key import key_tuple, source_digest, symbol_field, symbol_params
+from atom.mono.plan.build_key import key_tuple, source_digest
 from atom.mono.plan.layout import ALIGN, Layout
-from atom.mono.plan.shard import replicated, shard
+from atom.mono.plan.shard import shard
 from atom.mono.plan.trace import Space
 
 
@@ -21,23 +21,6 @@ def test_every_task_is_done_once_and_by_nobody_more_often_than_rounds_says(count
     done = [list(execution.tasks_of(b, count, blocks)) for b in range(blocks)]
     assert sorted(task for tasks in done for task in tasks) == list(range(count))
     assert max(map(len, done)) == execution.rounds(count, blocks)
-    slots = execution.rounds(count, blocks) * blocks
-    assert execution.idle_share(count, blocks) == pytest.approx((slots - count) / max(slots, 1))
-
-
-@given(units=st.integers(0, 500), tasks=st.integers(1, 70), unit=st.integers(1, 128))
-def test_a_split_covers_the_work_in_near_equal_runs_of_whole_units(
-    units: int, tasks: int, unit: int
-):
-    runs = execution.split(units * unit, tasks, unit)
-    assert [i for run in runs for i in run] == list(range(units * unit))
-    assert {len(run) % unit for run in runs} == {0}
-    assert max(map(len, runs)) - min(map(len, runs)) <= unit
-
-
-def test_a_split_that_cuts_a_unit_is_refused():
-    with pytest.raises(ValueError, match="not whole units"):
-        execution.split(100, 4, 64)
 
 
 def test_a_workgroup_outside_the_grid_is_refused():
@@ -45,15 +28,11 @@ def test_a_workgroup_outside_the_grid_is_refused():
         execution.tasks_of(256, 10)
 
 
-def test_offsets_end_with_the_total():
-    assert execution.offsets((3, 0, 5)) == (0, 3, 3, 8)
-
-
 @dataclass(frozen=True)
 class Key:
-    tokens: int = symbol_field("t")
+    tokens: int
     eps: float = 1e-6
-    debug: bool = symbol_field("dbg", default=False)
+    debug: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +49,6 @@ class Loose:
 @dataclass(frozen=True)
 class Holding:
     tokens: list
-
-
-def test_only_marked_fields_are_in_the_symbol():
-    assert symbol_params(Key(4)) == {"t": 4, "dbg": False}
 
 
 def test_a_key_tuple_changes_with_every_field_and_with_the_sources():
@@ -140,10 +115,3 @@ def test_shards_of_all_ranks_make_up_the_whole():
         shard(6, 4, 0, "heads")
     with pytest.raises(ValueError, match="no rank 4 of 4"):
         shard(8, 4, 4)
-
-
-def test_fewer_items_than_ranks_are_shared_by_neighbours():
-    assert [replicated(2, 4, rank)[0] for rank in range(4)] == [0, 0, 1, 1]
-    assert replicated(8, 4, 1) == range(2, 4)
-    with pytest.raises(ValueError, match="cannot share 3"):
-        replicated(3, 4, 0)

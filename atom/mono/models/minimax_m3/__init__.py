@@ -6,6 +6,7 @@ one launch for each sparse layer: 64 in all.
     builds, layout, kernels/   the layer kernels
     config     dimensions, parallelism and options of one deployment
     dispatch   which deployments and steps take this path
+    sharding   a rank's matrices out of the model's
     weights    what the kernels require of weights and caches, checked when they are bound
     execution  one width's launches in order, and their arguments
     runner     memory, preparation and steps
