@@ -119,7 +119,14 @@ def test_a_width_must_be_prepared_and_tensors_must_fit(gfx950):
     ):
         with pytest.raises(ValueError, match=said):
             runner.forward(replace(good, **changed))
+    # An odd number of layers ends in the buffer that the next step's first layer writes.
+    own = runner._buffers.residual[0][:4]
+    with pytest.raises(ValueError, match="hidden is the buffer that the first layer writes"):
+        runner.forward(replace(good, hidden=own))
     assert not runner.warm(4)
+    runner.close()
+    with pytest.raises(MonoUnsupported, match="closed"):
+        runner.forward(good)
 
 
 @pytest.mark.compile

@@ -161,7 +161,7 @@ class WidthExecution:
         attention: DenseAttention,
     ) -> None:
         self.kernels = kernels
-        self._rows, self._attention = rows, attention
+        self._attention = attention
         self._residual = tuple(tensor[:rows] for tensor in buffers.residual)
         self._q, self._attn = buffers.q[:rows], buffers.attn[:rows]
         common = {

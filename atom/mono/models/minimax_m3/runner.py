@@ -78,7 +78,10 @@ class MiniMaxM3Runner:
             scratch_layout(shape, config.sparse(shape.tokens, True)).nbytes for shape in shapes
         )
         diag = diag_buffer(device) if config.debug else None
-        self._buffers = Buffers.allocate(config, scratch_bytes, diag, device)
+        self._buffers = bind_agreed(
+            lambda: Buffers.allocate(config, scratch_bytes, diag, device), group
+        )
+        # `close()` gives the peer memory back, which otherwise lasts as long as the runner.
         self._peers, self.close = owned_peer_buffer(self, allocator, peer_bytes, device)
         self._mailboxes = StepMailboxes(config.step_begin(), self._peers, self._buffers.scratch)
         # The builds must not hold the runner, whose end gives the peer memory back.
@@ -117,9 +120,13 @@ class MiniMaxM3Runner:
         The result, [rows, hidden] bf16, is a buffer that the next step overwrites. Raises
         MonoUnsupported for a width that is not prepared, ValueError for tensors that do not fit.
         """
+        if not self.close.alive:
+            raise MonoUnsupported("the runner is closed: its peer memory is gone")
         rows = step.hidden.shape[0]
         width = self._widths[rows]
         _check_step(step, rows, self.config, self.device)
+        if step.hidden.data_ptr() == self._buffers.residual[0].data_ptr():
+            raise ValueError("hidden is the buffer that the first layer writes: copy it")
         stream = current_stream(self.device)
         self._mailboxes.begin_step(stream)
         hidden = width.forward(step, stream)
