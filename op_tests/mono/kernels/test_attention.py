@@ -103,7 +103,7 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
             Words("inserted", Space.SCRATCH, flags, number, waits),
         )
 
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     given = [words_of(qkv, 3), q, index, cos_sin, cache.k, cache.v, cache.index, inserted]
     run_stage(stage_launcher(body), [*given, norm_rows, slots, positions], 3)
 
@@ -172,7 +172,7 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, order):
             Words("attended", Space.SCRATCH, o, number, waits),
         )
 
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     launcher = stage_launcher(body, lds_bytes=ATTENTION_BYTES)
     run_stage(launcher, [out, q, cache.k, cache.v, choice, positions, cache.table, flags], 5)
     got = pairs_in(out, 5).float().view(tokens, heads, HEAD_DIM)
@@ -213,7 +213,7 @@ def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local,
         into = Words("selected", Space.SCRATCH, chosen, number, waits)
         select_blocks(cta, shape, tokens, at, words, into, keep)
 
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     launcher = stage_launcher(body, lds_bytes=shape.lds_bytes)
     run_stage(launcher, [scores, selected, kept, iq, cache.index, positions, cache.table], 2)
     assert torch.equal(selected[:, 0].view_as(kept), kept)

@@ -33,7 +33,7 @@ def test_tokens_are_routed_by_biased_sigmoid(emulate, experts, topk, order):
         words = [Words("test", Space.SCRATCH, a, number, waits) for a in addresses[:3]]
         route_tokens(cta, shape, words[0], row, addresses[3], 2.0, words[1], words[2])
 
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     run_stage(stage_launcher(body), [words_of(logits, 6), ids, weights, bias], 6)
     want_ids, want = torch_m3.route(logits[:, :experts], bias, topk, 2.0)
     assert torch.equal(ids[:, 0].view(tokens, topk).long(), want_ids)
@@ -89,7 +89,7 @@ def test_experts_of_every_routing(
         ids = routing(tokens, topk, experts, kind, g)
     route = torch.rand(tokens, topk, generator=g)
     y, act = empty_words(tokens * hidden), empty_words(tokens * (topk + 1) * inter // 2)
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     data = [t for w in weights for t in (w.data, w.scale)]
     given = [words_of(x, 8), words_of(ids, 8), words_of(route, 8), act]
     run_stage(ffn_launcher(shape, fmt, 0.75, blocks), [y, *given, *data], 8)

@@ -67,7 +67,7 @@ class Setup:
     [(1, "lockstep", "fp8", "fp4"), (2, "random", "bf16", "bf16"), (4, "lockstep", "bf16", "fp8")],
 )
 def test_a_dense_layer(emulate, tp, order, attn, ffn):
-    setup = Setup(emulate("gfx950", order=order), tp, [3, 140, 600, 601])
+    setup = Setup(emulate("gfx950", order=order, poison=True), tp, [3, 140, 600, 601])
     w = LayerWeights.random(DIMS, dense=True, seed=tp)
     exact = w.rounded(attn, ffn)
 
@@ -98,7 +98,7 @@ def test_a_dense_layer(emulate, tp, order, attn, ffn):
     ],
 )
 def test_sparse_layers_select_and_then_reuse(emulate, tp, order, positions, ffn, seed):
-    setup = Setup(emulate("gfx950", order=order), tp, positions)
+    setup = Setup(emulate("gfx950", order=order, poison=True), tp, positions)
     first, second = (LayerWeights.random(DIMS, dense=False, seed=seed + i) for i in range(2))
     full = replace(setup.sparse, ffn_format=ffn)
     reuse = replace(full, select=False)

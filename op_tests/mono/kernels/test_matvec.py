@@ -55,7 +55,7 @@ def test_products_match_torch(emulate, fmt, rows, k, tokens, plain, order):
     weight = StoredWeight.of(spread(rows, k, generator=g), fmt)
     x = torch.randn(tokens, k, generator=g).to(torch.bfloat16)
     y = empty_words(tokens * rows)
-    emulate("gfx950", order=order)
+    emulate("gfx950", order=order, poison=True)
     given = x if plain else words_of(x, 7)
     launcher = matvec_launcher(fmt, rows, k, tokens, plain)
     run_stage(launcher, [y, weight.data, weight.scale, given], 7)

@@ -111,7 +111,7 @@ def run_all_reduce(
     ],
 )
 def test_all_ranks_reduce_to_the_same_bits(emulate, tp, order, tokens, hidden):
-    emu = emulate("gfx950", order=order)
+    emu = emulate("gfx950", order=order, poison=True)
     given = list(range(tp))
     ranks, residual, w = run_all_reduce(emu, tp, given, tokens=tokens, hidden=hidden)
     total = ranks[0].partial

@@ -51,7 +51,7 @@ def begin_all(emu, build: StepBeginBuild, ranks: list[Rank], steps: int) -> None
     [(1, 1, "lockstep"), (2, 3, "lockstep"), (4, 3, "lockstep"), (2, 3, "random")],
 )
 def test_mailboxes_are_zeroed_and_ranks_reach_the_same_epoch(emulate, tp, blocks, order):
-    emu = emulate("gfx950", order=order)
+    emu = emulate("gfx950", order=order, poison=True)
     ranks = [Rank() for _ in range(tp)]
     begin_all(emu, StepBeginBuild(tp, False, blocks), ranks, 2)
     for r in ranks:
