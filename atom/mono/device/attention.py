@@ -2,15 +2,20 @@
 
     out[t, h, :] = softmax over keys j of (sm_scale * q[t, h] . k[j]) times v[j]
 
-for the keys j <= position of the blocks chosen for token t and h's kv head. A task is one token
-and kv head: the waves of a workgroup take the chosen blocks in turn, each with its own running
-maximum, and their results meet in LDS. A block is a cache page of PAGE keys.
+for the keys j <= position of the blocks chosen for token t and h's kv head. A block is a cache
+page of PAGE keys, a wave takes a quarter of one at a time with a running maximum. A task is a
+token, a kv head and one of `splits` shares of the quarters; the waves' results meet in LDS and,
+where there are several splits, theirs in words of a second stage:
 
-In a wave keys are rows and the query heads of the group columns, up to 16. Scores of a block are
-eight 16 x 16 tiles; lane l, g = l div 16, holds keys 16 tile + 4 g + i of head l mod 16, which is
-what it needs as second operand of the product with v when operation j takes K in the order
+    attention         parts [token, kv head, split, head of the group, HEAD_DIM + 2] f32: sums,
+                      then their maximum and denominator
+    merge_attention   a wave a (token, head): out
 
-    element 0..3: key 32 j + 4 g + i       element 4..7: key 32 j + 16 + 4 g + i
+In a wave keys are rows and the query heads of the group columns, up to 16. Scores of a quarter
+are two 16 x 16 tiles; lane l, g = l div 16, holds keys 16 tile + 4 g + i of head l mod 16, which
+is what it needs as second operand of the product with v when that takes K in the order
+
+    element 0..3: key 4 g + i       element 4..7: key 16 + 4 g + i
 
 so probabilities never leave their lane. v is stored by dimension, its operand two 8-byte loads.
 """
@@ -39,12 +44,14 @@ from atom.mono.plan.execution import THREADS, WAVES
 from .cta import Cta
 from .heads import HEAD_DIM, PAGE, Caches
 from .matvec import WordRows, multiply, query_operands, zero_tile
-from .sync import Words, acquire, beyond
+from .sync import Run, Words, acquire, beyond, poll_runs
 
-_KEY_TILES = PAGE // 16
+_KEYS = 32  # of a quarter
+QUARTERS = PAGE // _KEYS
 _DIM_TILES = HEAD_DIM // 16
-_TILES_AHEAD = 4
 _HEADS = 16  # columns
+_LOWEST = -3.0e38  # above the maximum of no keys at all, whose factor is then 0
+PART_WORDS = HEAD_DIM + 2
 _STATE_FLOATS = _HEADS * (HEAD_DIM + 2)  # a wave's sums, then its maxima, then its denominators
 ATTENTION_BYTES = 4 * WAVES * _STATE_FLOATS  # LDS
 
@@ -57,6 +64,7 @@ class AttentionShape:
     group: int
     blocks: int  # most blocks a token and kv head has
     sm_scale: float
+    splits: int = 1
 
 
 class ChosenBlocks(TraceObject):
@@ -110,36 +118,43 @@ def attention(
     table_stride: fx.Int32,
     out: Words,
 ) -> None:
-    """Stage: out [tokens, heads * HEAD_DIM] bf16 pairs, from queries [tokens * heads, HEAD_DIM].
+    """Stage: from queries [tokens * heads, HEAD_DIM] either out [tokens, heads * HEAD_DIM] bf16
+    pairs or, with several splits, the parts that `merge_attention` takes.
 
     What the caches hold must be visible already. Uses `ATTENTION_BYTES` of LDS.
     """
-    kv_heads = shape.heads // shape.group
+    kv_heads, splits = shape.heads // shape.group, shape.splits
     state = _State()
-    for task in range(cta.block, fx.Int32(tokens * kv_heads), fx.Int32(cta.blocks)):
-        token, kv_head = div(fx.Int32(task), kv_heads), mod(fx.Int32(task), kv_heads)
+    for task in range(cta.block, fx.Int32(tokens * kv_heads * splits), fx.Int32(cta.blocks)):
+        row, split = div(fx.Int32(task), splits), mod(fx.Int32(task), splits)
+        token, kv_head = div(row, kv_heads), mod(row, kv_heads)
         position = load_word(positions, token)
         column = fx.min(mod(cta.lane, 16), fx.Int32(shape.group - 1))
         query_row = token * shape.heads + kv_head * shape.group + column
         query = query_operands(queries, query_row, cta.lane)
         state.clear()
-        for i in range(cta.wave, fx.Int32(shape.blocks), fx.Int32(WAVES)):
-            block = uniform(chosen.block(fx.Int32(task), fx.Int32(i)))
-            if block >= 0:
+        first = split * WAVES + cta.wave
+        for unit in range(first, fx.Int32(shape.blocks * QUARTERS), fx.Int32(WAVES * splits)):
+            block = uniform(chosen.block(row, div(fx.Int32(unit), QUARTERS)))
+            start = mod(fx.Int32(unit), QUARTERS) * _KEYS
+            if (block >= 0) & (block * PAGE + start <= position):
                 page = load_word(block_table, token * table_stride + block)
-                _add_block(
+                _add_keys(
                     shape,
                     state,
                     query,
-                    caches.k_page(page, kv_head),
-                    caches.v_page(page, kv_head),
-                    position - block * PAGE,
+                    beyond(caches.k_page(page, kv_head), start * (2 * HEAD_DIM)),
+                    beyond(caches.v_page(page, kv_head), start * 2),
+                    position - block * PAGE - start,
                     cta.lane,
                 )
-        _combine(cta, shape, state, token * shape.heads + kv_head * shape.group, out)
+        if fx.const_expr(splits == 1):
+            _combine(cta, shape, state, token * shape.heads + kv_head * shape.group, out)
+        else:
+            _combine(cta, shape, state, fx.Int32(task) * shape.group, out)
 
 
-def _add_block(
+def _add_keys(
     shape: AttentionShape,
     state: _State,
     query: list[fx.Vector],
@@ -148,12 +163,12 @@ def _add_block(
     last: fx.Int32,
     lane: fx.Int32,
 ) -> None:
-    """Add one block to the running softmax; `last` is the last key of it that counts."""
+    """Add a quarter of a block to the running softmax; `last` >= 0 is the last key that counts."""
     g, row = div(lane, 16), mod(lane, 16)
     key_lane = (row * HEAD_DIM + g * 8) * 2
     value_lane = (row * PAGE + g * 4) * 2
     scores = []
-    for tile in range(_KEY_TILES):
+    for tile in range(_KEYS // 16):
         acc = zero_tile()
         for j in range(HEAD_DIM // 32):
             at = beyond(keys + (16 * tile * HEAD_DIM + 32 * j) * 2, key_lane)
@@ -163,7 +178,6 @@ def _add_block(
             key = g * 4 + (16 * tile + i)
             score = acc[i] * (shape.sm_scale * math.log2(math.e))
             scores.append((key <= last).select(score, fx.Float32(-math.inf)))
-        _end_tile(tile)
     highest = scores[0]
     for score in scores[1:]:
         highest = fx.max(highest, score)
@@ -178,31 +192,17 @@ def _add_block(
         total = total + weight
     state.maximum.store(fx.Vector.from_elements([maximum], fx.Float32))
     state.total.store(fx.Vector.from_elements([total], fx.Float32))
-    operands = [
-        fx.Vector.from_elements(weights[8 * j : 8 * j + 8], fx.Float32).to(fx.BFloat16)
-        for j in range(PAGE // 32)
-    ]
+    probabilities = fx.Vector.from_elements(weights, fx.Float32).to(fx.BFloat16)
     for tile in range(_DIM_TILES):
+        base = values + 16 * tile * PAGE * 2
+        halves = [
+            fx.generic_load(global_pointer(fx.Int32, beyond(base + 32 * h, value_lane), 8), count=2)
+            for h in range(2)
+        ]
+        words = [half[i] for half in halves for i in range(2)]
+        operand = fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
         acc = state.sums[None, tile].load() * keep
-        for j in range(PAGE // 32):
-            base = values + (16 * tile * PAGE + 32 * j) * 2
-            halves = [
-                fx.generic_load(
-                    global_pointer(fx.Int32, beyond(base + 32 * h, value_lane), 8), count=2
-                )
-                for h in range(2)
-            ]
-            words = [half[i] for half in halves for i in range(2)]
-            operand = fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
-            acc = multiply(operand, operands[j], acc)
-        state.sums[None, tile].store(acc)
-        _end_tile(tile)
-
-
-def _end_tile(tile: int) -> None:
-    """Keep the compiler from loading a whole page ahead, which would cost it all registers."""
-    if tile % _TILES_AHEAD == _TILES_AHEAD - 1:
-        fx.rocdl.sched_barrier(0)
+        state.sums[None, tile].store(multiply(operand, probabilities, acc))
 
 
 @traced
@@ -226,19 +226,61 @@ def _combine(
     pairs = shape.group * HEAD_DIM // 2
     for i in range(cta.thread, fx.Int32(pairs), fx.Int32(THREADS)):
         head, pair = div(fx.Int32(i), HEAD_DIM // 2), mod(fx.Int32(i), HEAD_DIM // 2)
-        parts = [lds + wave * _STATE_FLOATS for wave in range(WAVES)]
-        maxima = [part[_HEADS * HEAD_DIM + head] for part in parts]
-        highest = maxima[0]
-        for wave in fx.range_constexpr(1, WAVES):
-            highest = fx.max(highest, maxima[wave])
-        low = fx.Float32(0.0)
-        high = fx.Float32(0.0)
-        denominator = fx.Float32(0.0)
+        parts = []
         for wave in fx.range_constexpr(WAVES):
-            factor = exp2(maxima[wave] - highest)
-            denominator = denominator + parts[wave][_HEADS * (HEAD_DIM + 1) + head] * factor
-            low = low + parts[wave][head * HEAD_DIM + pair * 2] * factor
-            high = high + parts[wave][head * HEAD_DIM + pair * 2 + 1] * factor
-        by = reciprocal(denominator)
-        out.push_pair((first_head + head) * (HEAD_DIM // 2) + pair, low * by, high * by)
+            part = lds + wave * _STATE_FLOATS
+            sums = part + (head * HEAD_DIM + pair * 2)
+            parts.append(
+                (
+                    part[_HEADS * HEAD_DIM + head],
+                    part[_HEADS * (HEAD_DIM + 1) + head],
+                    sums[fx.Int32(0)],
+                    sums[fx.Int32(1)],
+                )
+            )
+        highest, total, low, high = _merged(parts)
+        if fx.const_expr(shape.splits == 1):
+            by = reciprocal(total)
+            out.push_pair((first_head + head) * (HEAD_DIM // 2) + pair, low * by, high * by)
+        else:
+            index = (first_head + head) * PART_WORDS
+            out.push_float(index + pair * 2, low)
+            out.push_float(index + pair * 2 + 1, high)
+            if pair == 0:
+                out.push_float(index + HEAD_DIM, highest)
+                out.push_float(index + HEAD_DIM + 1, total)
     fx.gpu.barrier()
+
+
+def _merged(
+    parts: list[tuple[fx.Float32, fx.Float32, fx.Float32, fx.Float32]],
+) -> tuple[fx.Float32, fx.Float32, fx.Float32, fx.Float32]:
+    """Softmaxes as (maximum, denominator, two sums) put together, in order."""
+    highest = fx.Float32(_LOWEST)
+    for maximum, *_ in parts:
+        highest = fx.max(highest, maximum)
+    total, low, high = fx.Float32(0.0), fx.Float32(0.0), fx.Float32(0.0)
+    for maximum, denominator, a, b in parts:
+        factor = exp2(maximum - highest)
+        total = total + denominator * factor
+        low = low + a * factor
+        high = high + b * factor
+    return highest, total, low, high
+
+
+@traced
+def merge_attention(cta: Cta, shape: AttentionShape, tokens: int, parts: Words, out: Words) -> None:
+    """Stage: out [tokens, heads * HEAD_DIM] bf16 pairs from the parts of several splits."""
+    for task in range(cta.worker, fx.Int32(tokens * shape.heads), fx.Int32(cta.waves)):
+        group, head = div(fx.Int32(task), shape.group), mod(fx.Int32(task), shape.group)
+        runs = []
+        for split in fx.range_constexpr(shape.splits):
+            row = (group * shape.splits + split) * shape.group + head
+            runs.append(Run(parts, row * PART_WORDS + cta.lane * 2))
+            runs.append(Run(parts, row * PART_WORDS + HEAD_DIM))
+        found = [[v.bitcast(fx.Float32) for v in values] for values in poll_runs(runs, 2)]
+        _, total, low, high = _merged(
+            [(*found[2 * i + 1], *found[2 * i]) for i in range(shape.splits)]
+        )
+        by = reciprocal(total)
+        out.push_pair(fx.Int32(task) * (HEAD_DIM // 2) + cta.lane, low * by, high * by)

@@ -48,6 +48,7 @@ WAITS = (
     "route_weights",
     "attn_sums",
     "ffn_sums",
+    "attn_parts",
     "test",
 )
 

@@ -11,10 +11,12 @@ import torch
 from aiter.ops.flydsl.kernels.device import global_pointer
 from atom.mono.device.attention import (
     ATTENTION_BYTES,
+    PART_WORDS,
     AttentionShape,
     ChosenBlocks,
     attention,
     await_inserted,
+    merge_attention,
 )
 from atom.mono.device.block_select import SelectShape, index_scores, select_blocks
 from atom.mono.device.heads import Caches, HeadCounts, HeadInputs, finish_heads
@@ -136,10 +138,16 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "chosen", "order"),
-    [(32, 16, 4, "lockstep"), (4, 2, 9, "lockstep"), (2, 2, 3, "random")],
+    ("heads", "group", "chosen", "splits", "order"),
+    [
+        (32, 16, 4, 1, "lockstep"),
+        (4, 2, 9, 1, "lockstep"),
+        (2, 2, 3, 1, "random"),
+        (4, 2, 8, 4, "random"),
+        (16, 16, 2, 8, "lockstep"),
+    ],
 )
-def test_attention_over_chosen_blocks(emulate, heads, group, chosen, order):
+def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, order):
     g = torch.Generator().manual_seed(heads + chosen)
     kv, blocks = heads // group, 12
     positions = torch.tensor([0, 1289, 1535], dtype=torch.int32)
@@ -154,10 +162,13 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, order):
             choice[t, head, : len(picked)] = picked.to(torch.int32)
     out = empty_words(tokens * heads * HEAD_DIM // 2)
     flags = words_of(torch.ones(70, dtype=torch.int32), 5)
-    shape = AttentionShape(heads, group, chosen, HEAD_DIM**-0.5)
+    shape = AttentionShape(heads, group, chosen, HEAD_DIM**-0.5, splits)
+    between = empty_words(tokens * heads * splits * PART_WORDS)
 
     def body(cta, addresses, number, waits):
-        o, queries, k, v, picked, at, table, ready = addresses[:8]
+        o, queries, k, v, picked, at, table, ready, part = addresses[:9]
+        result = Words("attended", Space.SCRATCH, o, number, waits)
+        parts = Words("attn_parts", Space.SCRATCH, part, number, waits)
         await_inserted(cta, Words("inserted", Space.SCRATCH, ready, number, waits), 70)
         attention(
             cta,
@@ -169,12 +180,15 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, order):
             at,
             table,
             fx.Int32(blocks),
-            Words("attended", Space.SCRATCH, o, number, waits),
+            result if splits == 1 else parts,
         )
+        if splits > 1:
+            merge_attention(cta, shape, tokens, parts, result)
 
     emulate("gfx950", order=order, poison=True)
     launcher = stage_launcher(body, lds_bytes=ATTENTION_BYTES)
-    run_stage(launcher, [out, q, cache.k, cache.v, choice, positions, cache.table, flags], 5)
+    given = [out, q, cache.k, cache.v, choice, positions, cache.table, flags, between]
+    run_stage(launcher, given, 5)
     got = pairs_in(out, 5).float().view(tokens, heads, HEAD_DIM)
     for t, position in enumerate(positions.tolist()):
         for head in range(kv):

@@ -11,7 +11,9 @@ from aiter.jit.utils import chip_info
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.resources import launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import artifact_of, compile_artifact, launch_of
+from atom.mono.device import attention, heads, sync
 from atom.mono.device.step_begin import StepBeginBuild, build_step_begin
+from atom.mono.models.minimax_m3 import builds, layout
 from atom.mono.models.minimax_m3.builds import (
     DENSE_POST_ABI,
     DENSE_PRE_ABI,
@@ -39,6 +41,11 @@ KERNELS = {
     "dense_pre": (build_dense_pre, DensePreBuild(SMALL), DENSE_PRE_ABI),
     "dense_post": (build_dense_post, DensePostBuild(SMALL), DENSE_POST_ABI),
     "sparse": (build_sparse_layer, SparseBuild(SMALL, max_blocks=64), SPARSE_ABI),
+    "sparse_shared": (
+        build_sparse_layer,
+        SparseBuild(replace(SMALL, blocks=32), max_blocks=64),
+        SPARSE_ABI,
+    ),
     "reuse": (build_sparse_layer, SparseBuild(SMALL, False, max_blocks=64), SPARSE_ABI),
 }
 
@@ -63,14 +70,23 @@ def test_hand_offs_keep_their_contract(name):
     check(record, hand_offs(key))
 
 
+def test_host_and_device_agree_on_sizes():
+    assert (builds.HEAD_DIM, builds.PAGE) == (heads.HEAD_DIM, heads.PAGE)
+    assert (builds.QUARTERS, layout.PART_WORDS) == (attention.QUARTERS, attention.PART_WORDS)
+    assert layout.WORD == sync.WORD
+    regions = [r.name for r in scratch_layout(SMALL, SparseBuild(SMALL)).regions]
+    regions += [r.name for r in peer_layout(SMALL).regions]
+    assert set(regions) - {"mid"} <= set(sync.WAITS)
+
+
 def test_layouts_hold_their_regions_apart():
     sparse = SparseBuild(SMALL, max_blocks=64)
     dense, both = scratch_layout(SMALL), scratch_layout(SMALL, sparse)
     assert both.regions[: len(dense.regions)] == dense.regions
-    for layout in (both, peer_layout(SMALL)):
-        ends = [0] + [r.end for r in layout.regions]
-        assert all(r.offset >= end for r, end in zip(layout.regions, ends, strict=False))
-        assert layout.nbytes >= ends[-1]
+    for placed in (both, peer_layout(SMALL)):
+        ends = [0] + [r.end for r in placed.regions]
+        assert all(r.offset >= end for r, end in zip(placed.regions, ends, strict=False))
+        assert placed.nbytes >= ends[-1]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,18 @@ CLOSE = 1.5e-2  # bf16 roundings on the way; a wrong element of a row is far abo
 class Setup:
     """Ranks, their common input and the reference of one case."""
 
-    def __init__(self, emu, tp: int, positions: list[int], debug: bool = False) -> None:
+    def __init__(
+        self,
+        emu,
+        tp: int,
+        positions: list[int],
+        debug: bool = False,
+        blocks: int = BLOCKS,
+        topk: int = 3,
+    ) -> None:
         tokens = len(positions)
-        shape = LayerShape(DIMS, tp, tokens, 1e-5, BLOCKS, debug, 30)
-        self.sparse = SparseBuild(shape, index_topk=3, max_blocks=8)
+        shape = LayerShape(DIMS, tp, tokens, 1e-5, blocks, debug, 30)
+        self.sparse = SparseBuild(shape, index_topk=topk, max_blocks=8)
         sequences = Sequences.random(DIMS, positions, 8, tp)
         self.reference = Reference(
             shape, self.sparse, sequences.clone(), torch_m3.cos_sin_table(POSITIONS, DIMS.rotary)
@@ -90,15 +98,20 @@ def test_a_dense_layer(emulate, tp, order, attn, ffn):
 
 
 @pytest.mark.parametrize(
-    ("tp", "order", "positions", "ffn", "seed"),
+    ("tp", "order", "positions", "ffn", "seed", "blocks", "topk"),
     [
-        (1, "lockstep", [900], "fp4", 0),
-        (2, "random", [3, 140, 900], "fp8", 0),
-        (4, "lockstep", [3, 140, 600, 601], "fp4", 4),
+        (1, "lockstep", [900], "fp4", 0, 2, 3),
+        (2, "random", [3, 140, 900], "fp8", 0, 2, 3),
+        (4, "lockstep", [3, 140, 600, 601], "fp4", 4, 2, 3),
+        (4, "random", [900], "bf16", 2, 4, 4),  # workgroups share a token's attention
     ],
 )
-def test_sparse_layers_select_and_then_reuse(emulate, tp, order, positions, ffn, seed):
-    setup = Setup(emulate("gfx950", order=order, poison=True), tp, positions)
+def test_sparse_layers_select_and_then_reuse(
+    emulate, tp, order, positions, ffn, seed, blocks, topk
+):
+    emu = emulate("gfx950", order=order, poison=True)
+    setup = Setup(emu, tp, positions, blocks=blocks, topk=topk)
+    assert setup.sparse.attention_splits == (2 if topk == 4 else 1)
     first, second = (LayerWeights.random(DIMS, dense=False, seed=seed + i) for i in range(2))
     full = replace(setup.sparse, ffn_format=ffn)
     reuse = replace(full, select=False)

@@ -25,7 +25,9 @@ STAGES: dict[str, list[Callable]] = {
         lambda e: test_matvec.test_products_match_torch(e, "bf16", 128, 1152, 4, False, "random")
     ],
     "norm": [lambda e: test_norm.test_rows_are_normed(e, 1408, 5)],
-    "attention": [lambda e: test_attention.test_attention_over_chosen_blocks(e, 4, 2, 9, "random")],
+    "attention": [
+        lambda e: test_attention.test_attention_over_chosen_blocks(e, 4, 2, 9, 1, "random")
+    ],
     "select": [
         lambda e: test_attention.test_blocks_are_chosen_by_index_score(
             e, 1, 1, 4, 1, 1, 20000, "random"
@@ -88,10 +90,10 @@ def test_words_must_be_waited_for(monkeypatch):
 
 def test_a_score_beyond_the_position_must_be_masked(monkeypatch):
     """Without its limit the attention sees keys that come after the token."""
-    add = attention._add_block
+    add = attention._add_keys
     monkeypatch.setattr(
         attention,
-        "_add_block",
+        "_add_keys",
         lambda shape, state, query, k, v, last, lane: add(
             shape, state, query, k, v, last + 1, lane
         ),

@@ -48,7 +48,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atom.mono.plan.execution import WAVES
+
 PAGE = 128  # tokens of a cache page, and of a block of the sparse selection
+QUARTERS = 4  # of a block, what a wave attends to at once
 HEAD_DIM = 128
 WIDTHS = (1, 4, 8, 16)
 FORMATS = ("bf16", "fp8", "fp4")
@@ -206,6 +209,18 @@ class SparseBuild:
         _require_format(self.attn_format, self.ffn_format)
         if self.init_blocks + self.local_blocks > self.index_topk or self.local_blocks < 1:
             raise ValueError(f"{self}: init and local blocks are among the index_topk, local >= 1")
+
+    @property
+    def attention_splits(self) -> int:
+        """Workgroups that share the attention of one token and kv head: as many as the grid has,
+        while each of their waves has a quarter of a block."""
+        splits, tasks = 1, self.shape.tokens * self.shape.kv_heads
+        while (
+            2 * splits * tasks <= self.shape.blocks
+            and 2 * splits * WAVES <= self.index_topk * QUARTERS
+        ):
+            splits *= 2
+        return splits
 
     @property
     def qkv_rows(self) -> int:

@@ -15,6 +15,7 @@ from atom.mono.plan.trace import Space
 from .builds import HEAD_DIM, DensePostBuild, DensePreBuild, LayerShape, SparseBuild
 
 WORD = 8  # bytes
+PART_WORDS = HEAD_DIM + 2  # of a head's attention over a part of its keys
 
 
 def scratch_layout(shape: LayerShape, sparse: SparseBuild | None = None) -> Layout:
@@ -37,6 +38,10 @@ def scratch_layout(shape: LayerShape, sparse: SparseBuild | None = None) -> Layo
         layout.place("inserted", t * (2 * kv + 1) * WORD)
         layout.place("block_scores", t * kv * sparse.max_blocks * WORD)
         layout.place("selected", t * kv * sparse.index_topk * WORD)
+        splits = sparse.attention_splits
+        if splits > 1:
+            words = t * shape.heads * splits * PART_WORDS
+            layout.place("attn_parts", words * WORD)
         layout.place("attended", t * shape.heads * HEAD_DIM // 2 * WORD)
         layout.place("logits", t * -(-d.experts // 16) * 16 * WORD)
         layout.place("route_ids", t * d.topk * WORD)
@@ -77,6 +82,8 @@ def hand_offs(build: DensePreBuild | DensePostBuild | SparseBuild) -> tuple[Regi
         scratch = _POST_WRITERS
     else:
         scratch = _SPARSE_WRITERS | _POST_WRITERS | (_FULL_WRITERS if build.select else {})
+        if build.attention_splits > 1:
+            scratch = scratch | {"attn_parts": "attention", "attended": "merge"}
     return (
         *(RegionDecl(name, Space.SCRATCH, writer) for name, writer in scratch.items()),
         *(RegionDecl(name, Space.PEER, writer) for name, writer in peer.items()),

@@ -6,6 +6,7 @@
     index_scores   score of every block of every token
     select         blocks to attend to, also kept for layers that reuse them
     attention      over the chosen blocks
+    merge          what several workgroups attended to for one token, where they share it
     o_proj, reduce_attn, router, routing, experts, gate_up, down, reduce_ffn      `parts`
 
 A layer that reuses the last selection has no index heads and skips the scores and the choice.
@@ -23,6 +24,7 @@ from atom.mono.device.attention import (
     ChosenBlocks,
     attention,
     await_inserted,
+    merge_attention,
 )
 from atom.mono.device.block_select import SelectShape, index_scores, select_blocks
 from atom.mono.device.cta import Cta
@@ -53,7 +55,8 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
         key.local_blocks,
         key.max_blocks,
     )
-    attending = AttentionShape(shape.heads, shape.group, key.index_topk, key.sm_scale)
+    splits = key.attention_splits
+    attending = AttentionShape(shape.heads, shape.group, key.index_topk, key.sm_scale, splits)
     ffn = FfnShape(
         RouteShape(tokens, dims.experts, dims.topk), dims.hidden, shape.inter, key.swiglu_limit
     )
@@ -150,6 +153,7 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             chosen = ChosenBlocks(key.index_topk, selected, None)
             enter_stage("attention")
         attended = regions.words("attended")
+        parts = regions.words("attn_parts") if splits > 1 else attended
         attention(
             cta,
             attending,
@@ -160,8 +164,11 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             positions,
             block_table,
             table_stride,
-            attended,
+            parts,
         )
+        if fx.const_expr(splits > 1):
+            enter_stage("merge")
+            merge_attention(cta, attending, tokens, parts, attended)
 
         finish_layer(
             cta,
