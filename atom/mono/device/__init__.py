@@ -11,7 +11,7 @@ stages in the same order. A stage is a task table, of which workgroup b does tas
     matvec        weights in bf16, fp8 or fp4 times up to 16 tokens
     heads         per-head norm, rotary embedding, cache insert
     block_select  index scores and the choice of blocks
-    attention     paged decode attention over chosen blocks
+    attention     paged decode attention over chosen blocks, shared among workgroups
     routing       top-k experts
     expert_ffn    gate and up projections, activation, down projection
     all_reduce    partial sums into every rank's memory

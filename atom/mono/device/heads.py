@@ -37,7 +37,7 @@ from aiter.ops.flydsl.kernels.device import (
 
 from .cta import Cta, wave_sum
 from .rms_norm import rsqrt
-from .sync import Run, Words, pair_floats, poll_runs, release
+from .sync import Run, Words, float_pair, pair_floats, poll_runs, release
 
 HEAD_DIM = 128
 PAGE = 128
@@ -162,7 +162,7 @@ def finish_heads(
         raw = [value.bitcast(fx.Float32) for value in poll_runs([run], 2)[0]]
         low, high = _normed(counts, head, cta.lane, raw, eps, inputs)
         low, high = rotate(low, high, cta.lane, counts.rotary, inputs.cos_sin, position)
-        pair = _packed(low, high)
+        pair = float_pair(low, high)
         if head < counts.q:
             store_q(token, head, cta.lane, pair)
         kept = slot >= 0
@@ -187,10 +187,6 @@ def finish_heads(
 def _marker(inserted: Words | None) -> Callable[[fx.Int32], None] | None:
     """What tells of an inserted head; a function, because device loops carry no None."""
     return None if inserted is None else lambda index: inserted.push(index, fx.Int32(1))
-
-
-def _packed(low: fx.Float32, high: fx.Float32) -> fx.Int32:
-    return fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16).bitcast(fx.Int32)[0]
 
 
 def _normed(

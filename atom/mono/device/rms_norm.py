@@ -15,7 +15,7 @@ from atom.mono.plan.execution import THREADS
 
 from .all_reduce import Exchange
 from .cta import Cta
-from .sync import Words, pair_floats
+from .sync import Words, float_pair, pair_floats
 
 
 def rsqrt(value: fx.Float32) -> fx.Float32:
@@ -33,11 +33,6 @@ def _columns(cta: Cta, hidden: int) -> list[tuple[fx.Int32, fx.Boolean]]:
 def _row(address: fx.Int64, row: fx.Int32, hidden: int) -> fx.Pointer:
     """Row `row` of [rows, hidden] bf16 as words of two."""
     return global_pointer(fx.Int32, address + fx.Int64(row) * (2 * hidden))
-
-
-def _pack(low: fx.Float32, high: fx.Float32) -> fx.Int32:
-    pair = fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16)
-    return pair.bitcast(fx.Int32)[0]
 
 
 @traced
@@ -129,7 +124,7 @@ def _reduced(
         pair, there = columns[i]
         base_low, base_high = pair_floats(bases[i])
         low, high = totals[i]
-        word = _pack(base_low + low, base_high + high)
+        word = float_pair(base_low + low, base_high + high)
         if there:
             target[pair] = word
         values.append(pair_floats(there.select(word, fx.Int32(0))))

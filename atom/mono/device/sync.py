@@ -97,7 +97,7 @@ class Waits(TraceObject):
 
     @traced
     def record(self, wait: fx.Int32, word: fx.Int32, wanted: fx.Int32, found: fx.Int32) -> None:
-        """Note a wait that was given up; called by one lane or several."""
+        """Note a wait that was given up."""
         number = fx.atomic_add(
             global_pointer(fx.Int32, self.diag),
             fx.Int32(1),
@@ -141,13 +141,8 @@ class Words(TraceObject):
         waits: Waits,
         rank: int | None = None,
     ) -> None:
-        self.region, self.space, self.address, self.tag, self.waits = (
-            region,
-            space,
-            address,
-            tag,
-            waits,
-        )
+        self.region, self.space = region, space
+        self.address, self.tag, self.waits = address, tag, waits
         self.wait_id = WAITS.index(region) + (0 if rank is None else PEER_ID * (rank + 1))
 
     def push(self, index: fx.Int32, value: fx.Int32) -> None:
@@ -168,16 +163,11 @@ class Words(TraceObject):
 
     def push_pair(self, index: fx.Int32, low: fx.Float32, high: fx.Float32) -> None:
         """Write two f32, rounded to bf16, as one word."""
-        pair = fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16)
-        self.push(index, pair.bitcast(fx.Int32)[0])
+        self.push(index, float_pair(low, high))
 
     def poll(self, index: fx.Int32) -> fx.Int32:
         """Wait for the word at `index` and return its value."""
         return poll_runs([Run(self, index)], 1)[0][0]
-
-    def poll_float(self, index: fx.Int32) -> fx.Float32:
-        """The same for an f32."""
-        return self.poll(index).bitcast(fx.Float32)
 
 
 @dataclass(frozen=True)
@@ -292,6 +282,12 @@ def _record(waits: Waits, runs: list[Run], held: _Held, count: int) -> None:
         found = absent.select(_tag_of(held.words[j * count]), found)
     if (uniform(wait) == wait) & (uniform(index) == index):
         waits.record(wait, index, runs[0].words.tag, found)
+
+
+def float_pair(low: fx.Float32, high: fx.Float32) -> fx.Int32:
+    """Two f32, rounded to bf16, as a word."""
+    pair = fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16)
+    return pair.bitcast(fx.Int32)[0]
 
 
 def pair_floats(word: fx.Int32) -> tuple[fx.Float32, fx.Float32]:
