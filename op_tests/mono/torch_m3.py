@@ -44,9 +44,7 @@ def paged_rows(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Te
     return cache[pages.long()].flatten(0, 1)[:count].float()
 
 
-def block_scores(
-    index_q: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
+def block_scores(index_q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Best product of any of index_q [heads, dim] with each block of keys [count, dim]."""
     best = (keys @ index_q.T).amax(-1)
     padded = torch.nn.functional.pad(best, (0, -best.numel() % PAGE), value=-torch.inf)
