@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
+from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled, kernel_builder
 from op_tests.dispatch.kernels import Key, build_mixed, build_pair
 from op_tests.hip_stub import Driver, HipStub
 
@@ -99,3 +99,16 @@ def sleeping(driver: Driver, threads: int) -> float:
 def test_other_threads_run_while_the_driver_works(hip_stub: HipStub):
     # Two kernels of 0.1 s each; four threads one after another would take 0.8 s.
     assert hip_stub.run(sleeping, 4) < 0.6
+
+
+def test_threads_that_build_at_once_get_one_launcher():
+    built = []
+
+    @kernel_builder
+    def build_slowly(key: Key):
+        time.sleep(0.02)
+        return build_pair.__wrapped__(key)
+
+    assert not _at_once(8, lambda index: built.append(build_slowly(Key())))
+    assert len(built) == 8
+    assert len({id(launcher) for launcher in built}) == 1

@@ -45,7 +45,6 @@ import flydsl.expr as fx
 import torch
 from flydsl.compiler.jit_function import JitFunction
 
-from aiter import env
 from aiter.jit.utils.backend import ArtifactKey, artifact_key, own_launch
 from aiter.jit.utils.flydsl_private import (
     compile_launcher,
@@ -86,17 +85,30 @@ class DriverError(RuntimeError):
 
 
 def kernel_builder(build: Callable[[Any], JitFunction]) -> Callable[[Any], JitFunction]:
-    """Cache `build` on its key and mark the launcher with the `BuildRef` that makes it again."""
+    """Cache `build` on its key and mark the launcher with the `BuildRef` that makes it again.
 
-    @functools.cache
-    def cached(key: Any) -> JitFunction:
-        launcher = build(key)
-        if not isinstance(launcher, JitFunction):
-            raise TypeError(f"{build.__qualname__} must return a @flyc.jit launcher")
-        launcher.build_ref = BuildRef(build.__module__, build.__qualname__, key)
-        return launcher
+    Equal keys give one launcher to all threads, since it holds what is loaded. `cache_clear()`
+    of the result forgets them.
+    """
+    launchers: dict[Any, JitFunction] = {}
+    lock = threading.RLock()
 
-    return functools.wraps(build)(cached)
+    @functools.wraps(build)
+    def built(key: Any) -> JitFunction:
+        launcher = launchers.get(key)
+        if launcher is not None:
+            return launcher
+        with lock:
+            if key not in launchers:
+                launcher = build(key)
+                if not isinstance(launcher, JitFunction):
+                    raise TypeError(f"{build.__qualname__} must return a @flyc.jit launcher")
+                launcher.build_ref = BuildRef(build.__module__, build.__qualname__, key)
+                launchers[key] = launcher
+            return launchers[key]
+
+    built.cache_clear = launchers.clear  # type: ignore[attr-defined]
+    return built
 
 
 def rebuild(ref: BuildRef) -> JitFunction:
@@ -133,8 +145,8 @@ def compile_artifact(launcher: JitFunction) -> None:
     Raises DeviceLibraryError for a kernel that needs one, ToolkitError without a linker and
     FlyDSL's DSLCompileError. LLVM may abort the process instead: call it in a worker.
     """
-    with _cold, toolkit_env(), own_launch(), env.overlay({"COMPILE_ONLY": "1"}):
-        launcher(*_jit_args(zeros(launcher)))
+    with _cold, toolkit_env(), own_launch():
+        compile_launcher(launcher, tuple(_jit_args(zeros(launcher))))
 
 
 def artifact_of(launcher: JitFunction) -> ArtifactKey:

@@ -166,11 +166,11 @@ def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
 
     64 rows each, which reuse an activation operand four times and leave room for 128 activation
     rows in registers. Down to `least_rows` and four waves where one would make more than four
-    loads of the activation tile, whose addresses fill the scalar registers; more rows where the
-    tile would not be a whole load of every wave.
+    loads of the activation tile, whose addresses fill the scalar registers, or hold 128 rows of
+    it; more rows where the tile would not be a whole load of every wave.
     """
     loads = tile_m * a_row_bytes // (CHUNK * LANES)
-    waves = max(1, rows // 64, min(loads // 4, rows // least_rows, 4))
+    waves = max(1, rows // 64, min(max(loads // 4, tile_m // 32), rows // least_rows, 4))
     while rows % (waves * 32) or loads % waves:
         waves -= 1
     return waves
