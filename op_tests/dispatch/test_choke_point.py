@@ -93,9 +93,7 @@ def test_nothing_calls_a_launcher():
     builders = builders_of(trees)
     assert len(builders) > len(RETURN_LAUNCHERS), "no builder was found at all"
     found = [
-        f"{path}:{line}"
-        for path, tree in trees.items()
-        for line in direct_launches(tree, builders)
+        f"{path}:{line}" for path, tree in trees.items() for line in direct_launches(tree, builders)
     ]
     assert found == []
 
