@@ -278,13 +278,13 @@ def _fused_moe_impl(
     )
     plan = _selector(env.AITER_CONFIG_FMOE.get()).plan(request)
     tensors = MoeTensors(
-        x=hidden_states,
+        x=_dense(hidden_states, "hidden_states", torch.bfloat16),
         w1=w1,
         w2=w2,
         w1_scale=_required(w1_scale, "w1_scale"),
         w2_scale=_required(w2_scale, "w2_scale"),
-        topk_ids=topk_ids,
-        topk_weights=topk_weight,
+        topk_ids=_dense(topk_ids, "topk_ids", torch.int32),
+        topk_weights=_dense(topk_weight, "topk_weight", torch.float32),
         num_local_tokens=num_local_tokens,
         expert_mask=expert_mask,
         bias1=bias1,
@@ -303,6 +303,13 @@ def _fused_moe_impl(
 def _selector(override: tuple[str, ...]) -> Selector:
     """Plans from the tables in force, which `override` names if any; they are read once."""
     return Selector(load_fmoe(AITER_CONFIGS.fmoe))
+
+
+def _dense(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` of exactly `dtype`, in row-major order, which is all the kernels know."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, not {dtype}")
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _required(scale: torch.Tensor | None, name: str) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """`fused_moe` end to end on the CPU against the torch reference."""
 
+import dataclasses
 import importlib
 
 import pytest
@@ -124,6 +125,29 @@ def test_the_row_of_a_table_is_what_runs(monkeypatch):
     assert keys["Stage1Key"].tile.k_waves == 2
     assert keys["Stage2Key"].epilogue == "reduce"
     assert "ReduceKey" in keys
+
+
+def test_tensors_in_another_order_give_the_same_result(emulate):
+    case = MoeCase.random(6, 256, 128, 3, 2)
+    other = MoeCase(
+        case.x.T.contiguous().T, case.w1, case.w2, case.ids.T.contiguous().T, case.weights, "fp8"
+    )
+    assert not other.x.is_contiguous()
+    emulate(GFX950)
+    with pinned(GFX950):
+        out = other.run()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("field", "dtype"), [("x", torch.float16), ("ids", torch.int64), ("weights", torch.bfloat16)]
+)
+def test_tensors_of_another_type_are_refused_before_any_launch(field, dtype):
+    case = MoeCase.random(2, 256, 128, 3, 2)
+    wrong = dataclasses.replace(case, **{field: getattr(case, field).to(dtype)})
+    options = {"dtype": torch.bfloat16} if field == "x" else {}
+    with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match=str(dtype)):
+        wrong.run(**options)
 
 
 def test_no_tokens_give_no_rows():
