@@ -124,14 +124,6 @@ def launch_of(launcher: JitFunction) -> Launch:
     return Launch(ref, tuple(slot for _, slot in slots_of(launcher)))
 
 
-def placeholder_args(launcher: JitFunction) -> list[Any]:
-    """Arguments that compile `launcher` without naming memory: zeros and the default stream.
-
-    Raises TypeError for a launcher that takes tensors, whose types are not known.
-    """
-    return zeros(launcher)
-
-
 # ---------------------------------------------------------------- compiling without starting
 
 # Compiling pins the architecture and the toolkit through the environment, and FlyDSL 0.5 crashes
