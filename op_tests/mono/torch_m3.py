@@ -19,6 +19,21 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).float()
 
 
+FP8_MAX = 448.0
+
+
+def stored(x: torch.Tensor, fmt: str, scale: float) -> torch.Tensor:
+    """f32 values as a cache holds them: bf16, or e4m3 over the cache's scale, saturated."""
+    if fmt == "bf16":
+        return x.to(torch.bfloat16)
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def held(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """What elements of a cache stand for, f32."""
+    return x.float() * (1.0 if x.dtype == torch.bfloat16 else scale)
+
+
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """x * rsqrt(mean(x^2) + eps) * w over the last dimension."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * w.float()
@@ -39,9 +54,11 @@ def cos_sin_table(positions: int, rotary_dim: int, base: float = 1e4) -> torch.T
     return torch.cat([angle.cos(), angle.sin()], -1)
 
 
-def paged_rows(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` rows of a sequence out of [pages, PAGE, dim]."""
-    return cache[pages.long()].flatten(0, 1)[:count].float()
+def paged_rows(
+    cache: torch.Tensor, pages: torch.Tensor, count: int, scale: float = 1.0
+) -> torch.Tensor:
+    """The first `count` rows of a sequence out of [pages, PAGE, dim], as `held`."""
+    return torch.cat([held(cache[page], scale) for page in pages.tolist()])[:count]
 
 
 def block_scores(index_q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

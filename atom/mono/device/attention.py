@@ -12,12 +12,11 @@ where there are several splits, theirs in words of a second stage:
     merge_attention   a wave a (token, head): out
 
 In a wave keys are rows and the query heads of the group columns, up to 16. Scores of a quarter
-are two 16 x 16 tiles; lane l, g = l div 16, holds keys 16 tile + 4 g + i of head l mod 16, which
-is what it needs as second operand of the product with v when that takes K in the order
+are two 16 x 16 tiles; row r of tile t is key 8 (r div 4) + 4 t + r mod 4, so lane l, g = l div 16,
+holds keys 8 g ... 8 g + 7 of head l mod 16, which is what it needs as second operand of the
+product with v: probabilities never leave their lane, and v, stored by dimension, is one load.
 
-    element 0..3: key 4 g + i       element 4..7: key 16 + 4 g + i
-
-so probabilities never leave their lane. v is stored by dimension, its operand two 8-byte loads.
+Keys and values are widened to bf16; their caches' scales multiply the scores and the result.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from aiter.ops.flydsl.kernels.device import (
 )
 from atom.mono.plan.execution import THREADS, WAVES
 
+from .caches import HEAD_DIM, PAGE, Caches
 from .cta import Cta
-from .heads import HEAD_DIM, PAGE, Caches
 from .matvec import WordRows, multiply, query_operands, zero_tile
-from .sync import Run, Words, acquire, beyond, poll_runs
+from .sync import Run, Words, acquire, poll_runs
 
 _KEYS = 32  # of a quarter
 QUARTERS = PAGE // _KEYS
@@ -125,13 +124,14 @@ def attention(
     """
     kv_heads, splits = shape.heads // shape.group, shape.splits
     state = _State()
+    score_scale = caches.k.scale() * (shape.sm_scale * math.log2(math.e))
     for task in range(cta.block, fx.Int32(tokens * kv_heads * splits), fx.Int32(cta.blocks)):
         row, split = div(fx.Int32(task), splits), mod(fx.Int32(task), splits)
         token, kv_head = div(row, kv_heads), mod(row, kv_heads)
         position = load_word(positions, token)
         column = fx.min(mod(cta.lane, 16), fx.Int32(shape.group - 1))
         query_row = token * shape.heads + kv_head * shape.group + column
-        query = query_operands(queries, query_row, cta.lane)
+        query = query_operands(queries, query_row, cta.lane, caches.k.fmt)
         state.clear()
         first = split * WAVES + cta.wave
         for unit in range(first, fx.Int32(shape.blocks * QUARTERS), fx.Int32(WAVES * splits)):
@@ -139,45 +139,47 @@ def attention(
             start = mod(fx.Int32(unit), QUARTERS) * _KEYS
             if (block >= 0) & (block * PAGE + start <= position):
                 page = load_word(block_table, token * table_stride + block)
-                _add_keys(
-                    shape,
-                    state,
-                    query,
-                    beyond(caches.k_page(page, kv_head), start * (2 * HEAD_DIM)),
-                    beyond(caches.v_page(page, kv_head), start * 2),
-                    position - block * PAGE - start,
-                    cta.lane,
-                )
+                quarter = Quarter(caches, page, kv_head, start)
+                last = position - block * PAGE - start
+                _add_keys(state, query, quarter, score_scale, last, cta.lane)
         if fx.const_expr(splits == 1):
-            _combine(cta, shape, state, token * shape.heads + kv_head * shape.group, out)
+            first_head = token * shape.heads + kv_head * shape.group
+            _combine(cta, shape, state, caches, first_head, out)
         else:
-            _combine(cta, shape, state, fx.Int32(task) * shape.group, out)
+            _combine(cta, shape, state, caches, fx.Int32(task) * shape.group, out)
+
+
+@dataclass(frozen=True)
+class Quarter:
+    """The keys from `start` on of a head's page."""
+
+    caches: Caches
+    page: fx.Int32
+    head: fx.Int32
+    start: fx.Int32
 
 
 def _add_keys(
-    shape: AttentionShape,
     state: _State,
     query: list[fx.Vector],
-    keys: fx.Int64,
-    values: fx.Int64,
+    quarter: Quarter,
+    score_scale: fx.Float32,
     last: fx.Int32,
     lane: fx.Int32,
 ) -> None:
     """Add a quarter of a block to the running softmax; `last` >= 0 is the last key that counts."""
     g, row = div(lane, 16), mod(lane, 16)
-    key_lane = (row * HEAD_DIM + g * 8) * 2
-    value_lane = (row * PAGE + g * 4) * 2
+    k, v = quarter.caches.k, quarter.caches.v
+    keys, values = k.page(quarter.page, quarter.head), v.page(quarter.page, quarter.head)
     scores = []
     for tile in range(_KEYS // 16):
         acc = zero_tile()
-        for j in range(HEAD_DIM // 32):
-            at = beyond(keys + (16 * tile * HEAD_DIM + 32 * j) * 2, key_lane)
-            operand = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
-            acc = multiply(operand.bitcast(fx.BFloat16), query[j], acc)
+        key = quarter.start + div(row, 4) * 8 + mod(row, 4) + 4 * tile
+        for operand, column in zip(k.row_operands(keys, key, lane), query, strict=True):
+            acc = multiply(operand, column, acc)
         for i in range(4):
-            key = g * 4 + (16 * tile + i)
-            score = acc[i] * (shape.sm_scale * math.log2(math.e))
-            scores.append((key <= last).select(score, fx.Float32(-math.inf)))
+            seen = g * 8 + (4 * tile + i) <= last
+            scores.append(seen.select(acc[i] * score_scale, fx.Float32(-math.inf)))
     highest = scores[0]
     for score in scores[1:]:
         highest = fx.max(highest, score)
@@ -194,20 +196,19 @@ def _add_keys(
     state.total.store(fx.Vector.from_elements([total], fx.Float32))
     probabilities = fx.Vector.from_elements(weights, fx.Float32).to(fx.BFloat16)
     for tile in range(_DIM_TILES):
-        base = values + 16 * tile * PAGE * 2
-        halves = [
-            fx.generic_load(global_pointer(fx.Int32, beyond(base + 32 * h, value_lane), 8), count=2)
-            for h in range(2)
-        ]
-        words = [half[i] for half in halves for i in range(2)]
-        operand = fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
+        operand = v.eight(values, row + 16 * tile, quarter.start + g * 8)
         acc = state.sums[None, tile].load() * keep
         state.sums[None, tile].store(multiply(operand, probabilities, acc))
 
 
 @traced
 def _combine(
-    cta: Cta, shape: AttentionShape, state: _State, first_head: fx.Int32, out: Words
+    cta: Cta,
+    shape: AttentionShape,
+    state: _State,
+    caches: Caches,
+    first_head: fx.Int32,
+    out: Words,
 ) -> None:
     """Merge the waves' softmaxes and push the group's rows, of which `first_head` is the first."""
     lds = cta.lds_floats()
@@ -240,7 +241,7 @@ def _combine(
             )
         highest, total, low, high = _merged(parts)
         if fx.const_expr(shape.splits == 1):
-            by = reciprocal(total)
+            by = reciprocal(total) * caches.v.scale()
             out.push_pair((first_head + head) * (HEAD_DIM // 2) + pair, low * by, high * by)
         else:
             index = (first_head + head) * PART_WORDS
@@ -269,7 +270,9 @@ def _merged(
 
 
 @traced
-def merge_attention(cta: Cta, shape: AttentionShape, tokens: int, parts: Words, out: Words) -> None:
+def merge_attention(
+    cta: Cta, shape: AttentionShape, tokens: int, parts: Words, caches: Caches, out: Words
+) -> None:
     """Stage: out [tokens, heads * HEAD_DIM] bf16 pairs from the parts of several splits."""
     for task in range(cta.worker, fx.Int32(tokens * shape.heads), fx.Int32(cta.waves)):
         group, head = div(fx.Int32(task), shape.group), mod(fx.Int32(task), shape.group)
@@ -282,5 +285,5 @@ def merge_attention(cta: Cta, shape: AttentionShape, tokens: int, parts: Words, 
         _, total, low, high = _merged(
             [(*found[2 * i + 1], *found[2 * i]) for i in range(shape.splits)]
         )
-        by = reciprocal(total)
+        by = reciprocal(total) * caches.v.scale()
         out.push_pair(fx.Int32(task) * (HEAD_DIM // 2) + cta.lane, low * by, high * by)

@@ -3,9 +3,10 @@
     score[t, g, b] = max over index heads h of group g and keys j <= position of block b of
                      index_q[t, h] . index_k[j]
 
-A block is a cache page of PAGE keys. A token with at most `topk` blocks attends to all of them
-and nothing is scored. Otherwise the first `init` and the last `local` blocks are chosen and the
-rest of `topk` by score, of equal scores the earlier block.
+A block is a cache page of PAGE keys. A cache's scale orders all blocks alike and is left out of
+the scores. A token with at most `topk` blocks attends to all of them and nothing is scored.
+Otherwise the first `init` and the last `local` blocks are chosen and the rest of `topk` by score,
+of equal scores the earlier block.
 
     index_scores   a wave a block: keys are rows and the group's index heads columns
     select_blocks  a workgroup a (token, kv head): a thread keeps the best of the blocks i with
@@ -22,10 +23,10 @@ import flydsl.expr as fx
 from aiter.ops.flydsl.kernels.device import LANES, div, global_pointer, load_word, mod, traced
 from atom.mono.plan.execution import THREADS, WAVES
 
+from .caches import PAGE, Plane
 from .cta import Cta
-from .heads import HEAD_DIM, PAGE, Caches
 from .matvec import WordRows, multiply, query_operands, zero_tile
-from .sync import Run, Words, beyond, poll_runs
+from .sync import Run, Words, poll_runs
 
 _NONE = -math.inf  # a block already chosen
 _LOWEST = -3.0e38  # what a score that is no number counts as
@@ -60,7 +61,7 @@ def index_scores(
     shape: SelectShape,
     tokens: int,
     queries: WordRows,
-    caches: Caches,
+    index: Plane,
     positions: fx.Int64,
     block_table: fx.Int64,
     table_stride: fx.Int32,
@@ -78,24 +79,25 @@ def index_scores(
         wanted = (blocks > shape.topk).select(blocks, fx.Int32(0))
         for block in range(cta.worker, wanted, fx.Int32(cta.waves)):
             query_row = fx.Int32(task) * shape.group + fx.min(row, fx.Int32(shape.group - 1))
-            query = query_operands(queries, query_row, cta.lane)
+            query = query_operands(queries, query_row, cta.lane, index.fmt)
             page = load_word(block_table, token * table_stride + fx.Int32(block))
-            keys = caches.index_page(page)
-            best = _best_key(keys, query, position - fx.Int32(block) * PAGE, cta.lane)
+            last = position - fx.Int32(block) * PAGE
+            best = _best_key(index, index.page(page), query, last, cta.lane)
             if cta.lane == 0:
                 scores.push_float(fx.Int32(task) * shape.max_blocks + fx.Int32(block), best)
 
 
-def _best_key(keys: fx.Int64, query: list[fx.Vector], last: fx.Int32, lane: fx.Int32) -> fx.Float32:
+def _best_key(
+    index: Plane, keys: fx.Int64, query: list[fx.Vector], last: fx.Int32, lane: fx.Int32
+) -> fx.Float32:
     """The highest product of the queries with the keys up to `last` of a page."""
     g, row = div(lane, 16), mod(lane, 16)
     best = fx.Float32(_NONE)
     for tile in range(PAGE // 16):
         acc = zero_tile()
-        for j in range(HEAD_DIM // 32):
-            at = beyond(keys + (16 * tile * HEAD_DIM + 32 * j) * 2, (row * HEAD_DIM + g * 8) * 2)
-            operand = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
-            acc = multiply(operand.bitcast(fx.BFloat16), query[j], acc)
+        operands = index.row_operands(keys, row + 16 * tile, lane)
+        for operand, column in zip(operands, query, strict=True):
+            acc = multiply(operand, column, acc)
         for i in range(4):
             key = g * 4 + (16 * tile + i)
             best = fx.max(best, (key <= last).select(acc[i], fx.Float32(_NONE)))

@@ -9,13 +9,8 @@ Of the first `rotary` dimensions i and i + rotary/2 are one pair turned by the p
 
     y[i] = x[i] cos[i] - x[i + r/2] sin[i]      y[i + r/2] = x[i + r/2] cos[i] + x[i] sin[i]
 
-k, v and index k go to the paged caches in bf16, a page being PAGE tokens:
-
-    k_cache [pages, kv heads, PAGE, HEAD_DIM]   v_cache [pages, kv heads, HEAD_DIM, PAGE]
-    index_cache [pages, PAGE, HEAD_DIM]
-
-v is stored transposed so that the attention reads both caches in operand order. A token whose
-slot is negative is padding and enters no cache.
+k, v and index k go to the paged `caches`. A token whose slot is negative is padding and enters no
+cache.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ import flydsl.expr as fx
 
 from aiter.ops.flydsl.kernels.device import (
     LANES,
-    TraceObject,
     div,
     global_pointer,
     load_word,
@@ -35,13 +29,10 @@ from aiter.ops.flydsl.kernels.device import (
     traced,
 )
 
+from .caches import HEAD_DIM, Caches, cell_of
 from .cta import Cta, wave_sum
 from .rms_norm import rsqrt
 from .sync import Run, Words, float_pair, pair_floats, poll_runs, release
-
-HEAD_DIM = 128
-PAGE = 128
-_PAIRS = HEAD_DIM // 2
 
 
 @dataclass(frozen=True)
@@ -75,37 +66,6 @@ class HeadInputs:
     cos_sin: fx.Int64
     positions: fx.Int64
     slots: fx.Int64
-
-
-class Caches(TraceObject):
-    """Where k, v and index k of this rank are kept."""
-
-    def __init__(self, kv_heads: int, k: fx.Int64, v: fx.Int64, index: fx.Int64 | None) -> None:
-        self.kv_heads, self.k, self.v, self.index = kv_heads, k, v, index
-
-    def k_page(self, page: fx.Int32, head: fx.Int32) -> fx.Int64:
-        """Address of [PAGE, HEAD_DIM] keys."""
-        return self.k + (fx.Int64(page) * self.kv_heads + fx.Int64(head)) * (2 * PAGE * HEAD_DIM)
-
-    def v_page(self, page: fx.Int32, head: fx.Int32) -> fx.Int64:
-        """Address of [HEAD_DIM, PAGE] values."""
-        return self.v + (fx.Int64(page) * self.kv_heads + fx.Int64(head)) * (2 * PAGE * HEAD_DIM)
-
-    def index_page(self, page: fx.Int32) -> fx.Int64:
-        """Address of [PAGE, HEAD_DIM] index keys."""
-        return self.index + fx.Int64(page) * (2 * PAGE * HEAD_DIM)
-
-    def insert_row(self, base: fx.Int64, place: fx.Int32, lane: fx.Int32, pair: fx.Int32) -> None:
-        """Store the lane's two dimensions of a key."""
-        global_pointer(fx.Int32, base)[place * _PAIRS + lane] = pair
-
-    def insert_column(
-        self, base: fx.Int64, place: fx.Int32, lane: fx.Int32, low: fx.Float32, high: fx.Float32
-    ) -> None:
-        """Store the lane's two dimensions of a value."""
-        values = global_pointer(fx.BFloat16, base)
-        values[lane * (2 * PAGE) + place] = low.to(fx.BFloat16)
-        values[lane * (2 * PAGE) + (PAGE + place)] = high.to(fx.BFloat16)
 
 
 # (token, head, lane, pair): what is done with a finished query head.
@@ -157,7 +117,7 @@ def finish_heads(
         token, head = div(fx.Int32(task), counts.total), mod(fx.Int32(task), counts.total)
         kv_head = head - counts.q
         position, slot = load_word(inputs.positions, token), load_word(inputs.slots, token)
-        page, place = div(fx.max(slot, fx.Int32(0)), PAGE), mod(slot, PAGE)
+        page, place = cell_of(slot)
         run = Run(qkv, token * row_words + head * HEAD_DIM + cta.lane * 2)
         raw = [value.bitcast(fx.Float32) for value in poll_runs([run], 2)[0]]
         low, high = _normed(counts, head, cta.lane, raw, eps, inputs)
@@ -167,15 +127,15 @@ def finish_heads(
             store_q(token, head, cta.lane, pair)
         kept = slot >= 0
         if kept & (head >= counts.q) & (head < counts.q + counts.kv):
-            caches.insert_row(caches.k_page(page, kv_head), place, cta.lane, pair)
+            caches.k.insert_row(caches.k.page(page, kv_head), place, cta.lane, low, high)
         if kept & (head >= counts.q + counts.kv) & (head < counts.q + 2 * counts.kv):
-            base = caches.v_page(page, kv_head - counts.kv)
-            caches.insert_column(base, place, cta.lane, raw[0], raw[1])
+            base = caches.v.page(page, kv_head - counts.kv)
+            caches.v.insert_column(base, place, cta.lane, raw[0], raw[1])
         if fx.const_expr(counts.index_q > 0):
             if (head >= counts.q + 2 * counts.kv) & (head < counts.total - 1):
                 store_index_q(token, head - (counts.q + 2 * counts.kv), cta.lane, pair)
             if kept & (head == counts.total - 1):
-                caches.insert_row(caches.index_page(page), place, cta.lane, pair)
+                caches.index.insert_row(caches.index.page(page), place, cta.lane, low, high)
         if fx.const_expr(mark is not None):
             number = (head == counts.total - 1).select(fx.Int32(counts.inserted - 1), kv_head)
             if ((kv_head >= 0) & (kv_head < 2 * counts.kv)) | (head == counts.total - 1):

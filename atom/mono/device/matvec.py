@@ -6,17 +6,11 @@ A task is a tile of 16 rows. The waves of a workgroup split K in steps of 128 an
 in LDS, in wave order. A step is four 16x16x32 matrix operations with the weights as first operand
 and the tokens as columns; tokens the kernel does not have repeat the last one.
 
-Quantised weights are widened in registers. An element times a power of two is exact in bf16, so
-only x and the sums are rounded. Lane l, g = l div 16, takes row l mod 16 and for operation j these
-eight elements of K, in the order in which `shuffle_weight` stores 16-byte runs:
-
-    format  bytes of a step        element of K            scale (rows/32, K/256, 64, 4 bytes)
-    bf16    4 x 64 lanes x 16      32 j + 8 g + i          none
-    fp8     2 x 64 lanes x 16      64 (j/2) + 16 g + 8 (j mod 2) + i    lane of block 2 (j/2) + g/2
-    fp4     1 x 64 lanes x 16      32 g + 8 j + i          lane of block g
-
-fp8 is e4m3, fp4 e2m1; both have one e8m0 scale for 32 elements of K (per_1x32), in the byte order
-of `shuffle_scale`.
+Quantised weights are widened in registers (`formats`), so only x and the sums are rounded. Lane l,
+g = l div 16, takes row l mod 16; its 16-byte runs lie in the order of `shuffle_weight`, run r of
+a step of a tile at byte 16 (64 r + l). fp8 and fp4 have one e8m0 scale for 32 elements of K
+(per_1x32), in the byte order of `shuffle_scale` (rows/32, K/256, 64, 4 bytes): a lane takes those
+of block 2 r + g div 2 for run r of fp8, of block g for fp4.
 """
 
 from __future__ import annotations
@@ -25,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import flydsl.expr as fx
-from flydsl._mlir.dialects import rocdl as raw_rocdl
 from flydsl.expr.typing import T
 
 from aiter.ops.flydsl.kernels.device import (
@@ -40,10 +33,10 @@ from aiter.ops.flydsl.kernels.device import (
 from atom.mono.plan.execution import WAVES
 
 from .cta import Cta
+from .formats import BITS, OPERATIONS, RUNS, STEP, column_of, widened
 from .sync import Run, Words, beyond, poll_runs
 
 TILE = 16  # rows of a task
-STEP = 128  # elements of K that a wave takes at once
 # Steps whose weights and tokens a wave has on their way at once, at most.
 AHEAD = {"bf16": 2, "fp8": 3, "fp4": 3}
 _TILE_FLOATS = WAVES * TILE * TILE
@@ -66,7 +59,7 @@ class Weight(TraceObject):
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.k * {"bf16": 16, "fp8": 8, "fp4": 4}[self.fmt] // 8
+        return self.rows * self.k * BITS[self.fmt] // 8
 
     @property
     def scale_row_bytes(self) -> int:
@@ -87,18 +80,9 @@ class Weight(TraceObject):
             self.k,
         )
 
-    def k_of(self, lane: fx.Int32, operation: int) -> fx.Int32:
-        """The lane's first element of K in an operation of a step."""
-        g = div(lane, 16)
-        if self.fmt == "bf16":
-            return g * 8 + 32 * operation
-        if self.fmt == "fp8":
-            return g * 16 + (64 * (operation // 2) + 8 * (operation % 2))
-        return g * 32 + 8 * operation
-
     def fetch(self, tile: fx.Int32, step: fx.Int32, lane: fx.Int32) -> Fetched:
         """Start to load what the lane needs of a step."""
-        runs = {"bf16": 4, "fp8": 2, "fp4": 1}[self.fmt]
+        runs = RUNS[self.fmt]
         step_bytes = runs * 16 * LANES
         base = self.data + (fx.Int64(tile) * self.steps + fx.Int64(step)) * step_bytes
         raw = [self._run(beyond(base + 16 * LANES * r, lane * 16)) for r in range(runs)]
@@ -115,17 +99,8 @@ class Weight(TraceObject):
 
     def operands(self, fetched: Fetched) -> list[fx.Vector]:
         """The lane's operands, bf16 x 8, of the operations of a step."""
-        raw = fetched.raw
-        if self.fmt == "bf16":
-            return [run.bitcast(fx.BFloat16) for run in raw]
         scales = [_scale(word, fetched.shift) for word in fetched.scales]
-        if self.fmt == "fp4":
-            return [_widen_fp4(raw[0][j], scales[0]) for j in range(4)]
-        return [
-            _widen_fp8(raw[run][2 * h], raw[run][2 * h + 1], scales[run])
-            for run in range(2)
-            for h in range(2)
-        ]
+        return widened(self.fmt, fetched.raw, scales)
 
     def _run(self, at: fx.Int64) -> fx.Vector:
         return fx.generic_load(global_pointer(fx.Int32, at, 16), count=4, nontemporal=True)
@@ -147,32 +122,6 @@ class Fetched:
 def _scale(word: fx.Int32, shift: fx.Int32) -> fx.Float32:
     """2^(e8m0 - 127) of a byte of a scale word."""
     return ((shift_right(word, shift) & 255) << 23).bitcast(fx.Float32)
-
-
-def _widen_fp4(word: fx.Int32, scale: fx.Float32) -> fx.Vector:
-    pairs = [
-        raw_rocdl.cvt_scalef32_pk_bf16_fp4(
-            T.vec(2, T.bf16), fx.Int32(word).ir_value(), scale.ir_value(), i
-        )
-        for i in range(4)
-    ]
-    return _joined(pairs)
-
-
-def _widen_fp8(low: fx.Int32, high: fx.Int32, scale: fx.Float32) -> fx.Vector:
-    pairs = [
-        raw_rocdl.cvt_scalef32_pk_bf16_fp8(
-            T.vec(2, T.bf16), fx.Int32(word).ir_value(), scale.ir_value(), half
-        )
-        for word in (low, high)
-        for half in (False, True)
-    ]
-    return _joined(pairs)
-
-
-def _joined(pairs: list) -> fx.Vector:
-    words = [fx.Vector(pair, (2,), fx.BFloat16).bitcast(fx.Int32)[0] for pair in pairs]
-    return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
 
 
 @dataclass(frozen=True)
@@ -230,9 +179,11 @@ def multiply(a: fx.Vector, b: fx.Vector, acc: fx.Vector) -> fx.Vector:
     return fx.Vector(result, (4,), fx.Float32)
 
 
-def query_operands(rows: WordRows | PlainRows, row: fx.Int32, lane: fx.Int32) -> list[fx.Vector]:
-    """The lane's operands of a whole row, for 32 columns an operation."""
-    return rows.load([Piece(row, div(lane, 16) * 8 + k) for k in range(0, rows.columns, 32)])
+def query_operands(
+    rows: WordRows | PlainRows, row: fx.Int32, lane: fx.Int32, fmt: str
+) -> list[fx.Vector]:
+    """The lane's operands of a whole row of a step, in the order of a first operand in `fmt`."""
+    return rows.load([Piece(row, column_of(fmt, lane, j)) for j in range(OPERATIONS)])
 
 
 def zero_tile() -> fx.Vector:
@@ -257,15 +208,15 @@ def add_steps(
     """Add `steps` to the accumulators `tiles`. Weights are on their way before x is waited for."""
     fetched = [[s.weight.fetch(tile, s.number, lane) for tile in s.tiles] for s in steps]
     pieces = [
-        Piece(s.row, s.number * STEP + s.weight.k_of(lane, operation), s.wanted)
+        Piece(s.row, s.number * STEP + column_of(s.weight.fmt, lane, operation), s.wanted)
         for s in steps
-        for operation in range(4)
+        for operation in range(OPERATIONS)
     ]
     columns = source.load(pieces)
     for i, s in enumerate(steps):
         operands = [s.weight.operands(tile) for tile in fetched[i]]
-        for operation in range(4):
-            column = columns[4 * i + operation]
+        for operation in range(OPERATIONS):
+            column = columns[OPERATIONS * i + operation]
             tiles = [
                 multiply(rows[operation], column, tile)
                 for rows, tile in zip(operands, tiles, strict=True)

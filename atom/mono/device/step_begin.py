@@ -32,6 +32,7 @@ from atom.mono.plan.execution import BLOCKS, THREADS
 from atom.mono.plan.trace import Space
 
 from .cta import Cta
+from .launch import persistent_kernel, persistent_launcher
 from .sync import acquire, release
 
 FENCE_SLOTS = 8
@@ -41,6 +42,7 @@ ZERO_ALIGN = 16
 MAX_SCRATCH = 2
 FENCE_BYTES = 8 * FENCE_SLOTS
 STATE_BYTES = 4 * (FLAGS_AT + BLOCKS)
+STEP_BEGIN_ABI = ("s0", "n0", "s1", "n1", "peers", "fence_off", "rank", "state")
 _RELAXED = fx.AtomicOrdering.Monotonic
 _AGENT = fx.rocdl.SyncScope.Agent
 
@@ -58,12 +60,17 @@ class StepBeginBuild:
         if not 1 <= self.tp <= FENCE_SLOTS or not 1 <= self.blocks <= BLOCKS:
             raise ValueError(f"{self}: 1 to {FENCE_SLOTS} ranks, 1 to {BLOCKS} workgroups")
 
+    @property
+    def symbol(self) -> str:
+        """The name that a profiler shows."""
+        return f"step_begin_tp{self.tp}" + ("_debug" if self.debug else "")
+
 
 @kernel_builder
 def build_step_begin(key: StepBeginBuild) -> flyc.JitFunction:
-    """Launcher (s0, n0, s1, n1, peers, fence_off, rank, state, stream)."""
+    """Launcher (STEP_BEGIN_ABI, stream)."""
 
-    @flyc.kernel(known_block_size=[THREADS, 1, 1])
+    @persistent_kernel(key.symbol)
     def step_begin(
         s0: fx.Int64,
         n0: fx.Int64,
@@ -91,23 +98,7 @@ def build_step_begin(key: StepBeginBuild) -> flyc.JitFunction:
             _zero(cta, s0, n0, skip_first=key.blocks > 1)
             _zero(cta, s1, n1, skip_first=key.blocks > 1)
 
-    @flyc.jit
-    def launch_step_begin(
-        s0: fx.Int64,
-        n0: fx.Int64,
-        s1: fx.Int64,
-        n1: fx.Int64,
-        peers: fx.Int64,
-        fence_off: fx.Int64,
-        rank: fx.Int32,
-        state: fx.Int64,
-        stream: fx.Stream,
-    ):
-        step_begin(s0, n0, s1, n1, peers, fence_off, rank, state).launch(
-            grid=(key.blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
-
-    return launch_step_begin
+    return persistent_launcher(step_begin, key.symbol, key.blocks)
 
 
 def _load(at: fx.Pointer, scope: str | None) -> fx.Numeric:

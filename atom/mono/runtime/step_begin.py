@@ -10,6 +10,7 @@ from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from atom.mono.device.step_begin import (
     MAX_SCRATCH,
     STATE_BYTES,
+    STEP_BEGIN_ABI,
     ZERO_ALIGN,
     StepBeginBuild,
     build_step_begin,
@@ -18,7 +19,7 @@ from atom.mono.device.step_begin import (
 from .abi import KernelAbi
 from .peer_memory import PeerBuffer
 
-ABI = KernelAbi(("s0", "n0", "s1", "n1", "peers", "fence_off", "rank", "state"))
+ABI = KernelAbi(STEP_BEGIN_ABI)
 
 
 class StepBegin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -138,21 +138,34 @@ class LayerWeights:
 class Sequences:
     """The paged context of the batch, over all ranks; one kv head has PAGE rows a page."""
 
-    k: torch.Tensor  # [pages, kv, PAGE, dim] bf16
+    formats: tuple[str, str]  # of keys and values, of index keys
+    k: torch.Tensor  # [pages, kv, PAGE, dim]
     v: torch.Tensor  # [pages, kv, dim, PAGE]
     index: torch.Tensor  # [pages, PAGE, dim]
     table: torch.Tensor  # [tokens, blocks] i32
     positions: torch.Tensor
     slots: torch.Tensor
+    scales: torch.Tensor  # [3] f32 of k, v and index
 
     @classmethod
-    def random(cls, dims: Dims, positions: list[int], blocks: int, seed: int) -> Sequences:
+    def random(
+        cls,
+        dims: Dims,
+        positions: list[int],
+        blocks: int,
+        seed: int,
+        formats: tuple[str, str] = ("bf16", "bf16"),
+    ) -> Sequences:
         """Every token a sequence of its own, but the last follows the one before it. The first
         token is padding: it is in no cache."""
         g = torch.Generator().manual_seed(seed)
         tokens = len(positions)
         pages = tokens * blocks
-        draw = lambda *shape: torch.randn(*shape, generator=g).to(torch.bfloat16)
+        scales = torch.tensor([0.25, 0.5, 2.0])
+        kinds = (formats[0], formats[0], formats[1])
+        draw = lambda i, *shape: torch_m3.stored(
+            torch.randn(*shape, generator=g), kinds[i], float(scales[i])
+        )
         table = torch.randperm(pages, generator=g).to(torch.int32).view(tokens, blocks)
         if tokens > 2:
             table[-1] = table[-2]
@@ -163,37 +176,37 @@ class Sequences:
         if tokens > 1:
             slots[0] = -1
         return cls(
-            draw(pages, dims.kv_heads, PAGE, HEAD_DIM),
-            draw(pages, dims.kv_heads, HEAD_DIM, PAGE),
-            draw(pages, PAGE, HEAD_DIM),
+            formats,
+            draw(0, pages, dims.kv_heads, PAGE, HEAD_DIM),
+            draw(1, pages, dims.kv_heads, HEAD_DIM, PAGE),
+            draw(2, pages, PAGE, HEAD_DIM),
             table,
             at,
             slots,
+            scales,
         )
 
     def clone(self) -> Sequences:
-        return Sequences(
-            *(x.clone() for x in (self.k, self.v, self.index)),
-            self.table,
-            self.positions,
-            self.slots,
-        )
+        k, v, index = (x.clone() for x in (self.k, self.v, self.index))
+        return replace(self, k=k, v=v, index=index)
 
     def insert(self, token: int, k: torch.Tensor, v: torch.Tensor, ik: torch.Tensor) -> None:
         """Put a token's heads [kv, dim] and index key [dim] where its slot says."""
         slot = int(self.slots[token])
         if slot >= 0:
             page, place = divmod(slot, PAGE)
-            self.k[page, :, place] = k.to(torch.bfloat16)
-            self.v[page, :, :, place] = v.to(torch.bfloat16)
-            self.index[page, place] = ik.to(torch.bfloat16)
+            (kv, index), scales = self.formats, self.scales.tolist()
+            self.k[page, :, place] = torch_m3.stored(k, kv, scales[0])
+            self.v[page, :, :, place] = torch_m3.stored(v, kv, scales[1])
+            self.index[page, place] = torch_m3.stored(ik, index, scales[2])
 
     def rows(self, token: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a token's kv head sees."""
         pages, count = self.table[token], int(self.positions[token]) + 1
+        k_scale, v_scale, _ = self.scales.tolist()
         return (
-            torch_m3.paged_rows(self.k[:, head], pages, count),
-            torch_m3.paged_rows(self.v[:, head].transpose(1, 2), pages, count),
+            torch_m3.paged_rows(self.k[:, head], pages, count, k_scale),
+            torch_m3.paged_rows(self.v[:, head].transpose(1, 2), pages, count, v_scale),
         )
 
 
@@ -334,6 +347,7 @@ class Rank:
             "k_cache": self.k,
             "v_cache": self.v,
             "index_cache": self.index,
+            "cache_scales": self.sequences.scales,
             "block_table": self.sequences.table,
             "table_stride": self.sequences.table.shape[1],
             "selection": self.selection,
@@ -345,6 +359,7 @@ class Rank:
             "rank": self.rank,
             "layer": layer,
             "diag": self.diag,
+            "stamps": None,
         }
         for name, weight in stored.items():
             values[f"{name}_w"], values[f"{name}_s"] = weight.data, weight.scale
@@ -355,7 +370,8 @@ class Rank:
 
     def dense_pre(self, w: LayerWeights, layer: int, attn: str = "bf16") -> None:
         values = self._values(w, layer, False, attn, "bf16")
-        self._run(build_dense_pre(DensePreBuild(self.shape, attn)), DENSE_PRE_ABI, values)
+        build = DensePreBuild(self.shape, attn, self.sparse.kv_format)
+        self._run(build_dense_pre(build), DENSE_PRE_ABI, values)
 
     def dense_post(
         self, w: LayerWeights, layer: int, attn: str = "bf16", ffn: str = "bf16"

@@ -19,7 +19,8 @@ from atom.mono.device.attention import (
     merge_attention,
 )
 from atom.mono.device.block_select import SelectShape, index_scores, select_blocks
-from atom.mono.device.heads import Caches, HeadCounts, HeadInputs, finish_heads
+from atom.mono.device.caches import Caches, Plane
+from atom.mono.device.heads import HeadCounts, HeadInputs, finish_heads
 from atom.mono.device.matvec import PlainRows
 from atom.mono.device.sync import Words
 from atom.mono.plan.trace import Space
@@ -37,35 +38,46 @@ EPS = 1e-5
 class Cache:
     """Sequences in random pages, values transposed in each page."""
 
-    k: torch.Tensor  # [pages, kv, PAGE, dim] bf16
+    fmt: str
+    k: torch.Tensor  # [pages, kv, PAGE, dim] in fmt
     v: torch.Tensor  # [pages, kv, dim, PAGE]
     index: torch.Tensor  # [pages, PAGE, dim]
     table: torch.Tensor  # [sequences, blocks] i32
+    scales: torch.Tensor  # [3] f32 of k, v, index
 
     @classmethod
-    def random(cls, sequences: int, blocks: int, kv: int, g: torch.Generator) -> Cache:
+    def random(cls, sequences: int, blocks: int, kv: int, g: torch.Generator, fmt: str) -> Cache:
         pages = sequences * blocks + 1
-        draw = lambda *shape: torch.randn(*shape, generator=g).to(torch.bfloat16)
+        scales = torch.tensor([0.25, 0.1, 2.0])
+        draw = lambda i, *shape: torch_m3.stored(
+            torch.randn(*shape, generator=g), fmt, float(scales[i])
+        )
         order = torch.randperm(pages, generator=g)[: sequences * blocks].to(torch.int32)
         return cls(
-            draw(pages, kv, PAGE, HEAD_DIM),
-            draw(pages, kv, HEAD_DIM, PAGE),
-            draw(pages, PAGE, HEAD_DIM),
+            fmt,
+            draw(0, pages, kv, PAGE, HEAD_DIM),
+            draw(1, pages, kv, HEAD_DIM, PAGE),
+            draw(2, pages, PAGE, HEAD_DIM),
             order.view(sequences, blocks),
+            scales,
         )
 
     def rows(self, sequence: int, head: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a sequence's first `count` positions."""
         pages = self.table[sequence]
         values = self.v[:, head].transpose(1, 2)
+        k_scale, v_scale, _ = self.scales.tolist()
         return (
-            torch_m3.paged_rows(self.k[:, head], pages, count),
-            torch_m3.paged_rows(values, pages, count),
+            torch_m3.paged_rows(self.k[:, head], pages, count, k_scale),
+            torch_m3.paged_rows(values, pages, count, v_scale),
         )
 
 
-@pytest.mark.parametrize(("index_q", "order"), [(2, "random"), (0, "lockstep")])
-def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
+@pytest.mark.parametrize(
+    ("index_q", "order", "fmt"),
+    [(2, "random", "bf16"), (0, "lockstep", "bf16"), (2, "lockstep", "fp8"), (0, "random", "fp8")],
+)
+def test_heads_are_normed_turned_and_inserted(emulate, index_q, order, fmt):
     g = torch.Generator().manual_seed(index_q)
     counts = HeadCounts(q=4, kv=2, index_q=index_q, rotary=64)
     tokens, rows = 3, counts.total * HEAD_DIM
@@ -74,7 +86,7 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
     cos_sin = torch_m3.cos_sin_table(300, 64)
     positions = torch.tensor([0, 130, 299], dtype=torch.int32)
     slots = torch.tensor([5, -1, 2 * PAGE + 127], dtype=torch.int32)
-    cache = Cache.random(1, 2, 2, g)
+    cache = Cache.random(1, 2, 2, g, fmt)
     before = [c.clone() for c in (cache.k, cache.v, cache.index)]
     q = torch.zeros(tokens, counts.q * HEAD_DIM, dtype=torch.bfloat16)
     index = torch.zeros(tokens, max(index_q, 1) * HEAD_DIM, dtype=torch.bfloat16)
@@ -82,7 +94,7 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
     norm_rows = torch.stack(norms)
 
     def body(cta, addresses, number, waits):
-        words, q_out, iq_out, table, k, v, ik, flags, n, places, at = addresses[:11]
+        words, q_out, iq_out, table, k, v, ik, flags, n, places, at, scales = addresses
         inputs = HeadInputs(*(n + 256 * i for i in range(4)), table, at, places)
 
         def store_q(token, head, lane, pair):
@@ -99,7 +111,7 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
             Words("qkv", Space.SCRATCH, words, number, waits),
             rows,
             inputs,
-            Caches(2, k, v, ik),
+            Caches(2, fmt, k, v, scales, fmt, ik),
             store_q,
             store_iq if index_q else None,
             Words("inserted", Space.SCRATCH, flags, number, waits),
@@ -107,7 +119,7 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
 
     emulate("gfx950", order=order, poison=True)
     given = [words_of(qkv, 3), q, index, cos_sin, cache.k, cache.v, cache.index, inserted]
-    run_stage(stage_launcher(body), [*given, norm_rows, slots, positions], 3)
+    run_stage(stage_launcher(body), [*given, norm_rows, slots, positions, cache.scales], 3)
 
     heads = qkv.view(tokens, counts.total, HEAD_DIM)
     kinds = [0] * 4 + [1] * 2 + [None] * 2 + ([2] * index_q + [3] if index_q else [])
@@ -122,37 +134,76 @@ def test_heads_are_normed_turned_and_inserted(emulate, index_q, order):
         got = index.float().view(tokens, index_q, HEAD_DIM)
         assert relative_l2(got, turned[:, 8 : 8 + index_q]) < 3e-3
     assert (inserted == torch.tensor([1, 3], dtype=torch.int32)).all()
+    close = 3e-3 if fmt == "bf16" else 4e-2
+    k_scale, v_scale, index_scale = cache.scales.tolist()
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         page, place = divmod(slot, PAGE)
-        assert relative_l2(cache.k[page, :, place].float(), turned[token, 4:6]) < 3e-3
-        assert torch.equal(cache.v[page, :, :, place], heads[token, 6:8].to(torch.bfloat16))
-        before[0][page, :, place] = cache.k[page, :, place]
-        before[1][page, :, :, place] = cache.v[page, :, :, place]
+        put = [cache.k[page, :, place], cache.v[page, :, :, place], cache.index[page, place]]
+        assert relative_l2(torch_m3.held(put[0], k_scale), turned[token, 4:6]) < close
+        want = torch_m3.stored(heads[token, 6:8], fmt, v_scale)
+        # Rounding may go the other way where the reciprocal of the scale is not exact.
+        assert relative_l2(put[1].float(), want.float()) < (1e-9 if fmt == "bf16" else 5e-3)
+        before[0][page, :, place], before[1][page, :, :, place] = put[:2]
         if index_q:
-            assert relative_l2(cache.index[page, place].float(), turned[token, -1]) < 3e-3
-            before[2][page, place] = cache.index[page, place]
+            assert relative_l2(torch_m3.held(put[2], index_scale), turned[token, -1]) < close
+            before[2][page, place] = put[2]
     for was, now in zip(before, (cache.k, cache.v, cache.index), strict=True):
-        assert torch.equal(was, now)  # nothing else is touched
+        assert torch.equal(was.view(torch.uint8), now.view(torch.uint8))  # nothing else is touched
+
+
+def test_what_fp8_cannot_hold_saturates_and_nan_stays(emulate):
+    """Keys and values beyond 448 scales are the largest number; a NaN is not hidden."""
+    counts, tokens = HeadCounts(q=1, kv=1, index_q=0, rotary=64), 1
+    v = torch.zeros(HEAD_DIM)
+    v[:6] = torch.tensor([1e4, -1e4, torch.nan, torch.inf, 44.8, -45.0])
+    qkv = torch.cat([torch.ones(2 * HEAD_DIM), v])[None]
+    cache = Cache.random(1, 1, 1, torch.Generator().manual_seed(0), "fp8")
+    norms = torch.ones(4, HEAD_DIM, dtype=torch.bfloat16)
+    zero = torch.zeros(1, dtype=torch.int32)
+    cos_sin = torch_m3.cos_sin_table(1, 64)
+
+    def body(cta, addresses, number, waits):
+        words, table, k, values, n, at, scales = addresses[:7]
+        finish_heads(
+            cta,
+            counts,
+            tokens,
+            EPS,
+            Words("qkv", Space.SCRATCH, words, number, waits),
+            3 * HEAD_DIM,
+            HeadInputs(n, n, n, n, table, at, at),
+            Caches(1, "fp8", k, values, scales),
+            lambda token, head, lane, pair: None,
+            None,
+            None,
+        )
+
+    emulate("gfx950")
+    given = [words_of(qkv, 1), cos_sin, cache.k, cache.v, norms, zero, cache.scales]
+    run_stage(stage_launcher(body), given)
+    got = cache.v[0, 0, :7, 0].float()
+    assert got[[0, 1, 3, 4, 5, 6]].tolist() == [448.0, -448.0, 448.0, 448.0, -448.0, 0.0]
+    assert got[2].isnan()
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "chosen", "splits", "order"),
+    ("heads", "group", "chosen", "splits", "order", "fmt"),
     [
-        (32, 16, 4, 1, "lockstep"),
-        (4, 2, 9, 1, "lockstep"),
-        (2, 2, 3, 1, "random"),
-        (4, 2, 8, 4, "random"),
-        (16, 16, 2, 8, "lockstep"),
+        (32, 16, 4, 1, "lockstep", "bf16"),
+        (4, 2, 9, 1, "lockstep", "fp8"),
+        (2, 2, 3, 1, "random", "bf16"),
+        (4, 2, 8, 4, "random", "fp8"),
+        (16, 16, 2, 8, "lockstep", "bf16"),
     ],
 )
-def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, order):
+def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, order, fmt):
     g = torch.Generator().manual_seed(heads + chosen)
     kv, blocks = heads // group, 12
     positions = torch.tensor([0, 1289, 1535], dtype=torch.int32)
     tokens = len(positions)
-    cache = Cache.random(tokens, blocks, kv, g)
+    cache = Cache.random(tokens, blocks, kv, g, fmt)
     q = torch.randn(tokens, heads, HEAD_DIM, generator=g).to(torch.bfloat16)
     choice = torch.full((tokens, kv, chosen), -1, dtype=torch.int32)
     for t, position in enumerate(positions.tolist()):
@@ -166,7 +217,8 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, ord
     between = empty_words(tokens * heads * splits * PART_WORDS)
 
     def body(cta, addresses, number, waits):
-        o, queries, k, v, picked, at, table, ready, part = addresses[:9]
+        o, queries, k, v, picked, at, table, ready, part, scales = addresses[:10]
+        caches = Caches(kv, fmt, k, v, scales)
         result = Words("attended", Space.SCRATCH, o, number, waits)
         parts = Words("attn_parts", Space.SCRATCH, part, number, waits)
         await_inserted(cta, Words("inserted", Space.SCRATCH, ready, number, waits), 70)
@@ -175,7 +227,7 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, ord
             shape,
             tokens,
             PlainRows(queries, HEAD_DIM),
-            Caches(kv, k, v, None),
+            caches,
             ChosenBlocks(chosen, None, picked),
             at,
             table,
@@ -183,12 +235,12 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, ord
             result if splits == 1 else parts,
         )
         if splits > 1:
-            merge_attention(cta, shape, tokens, parts, result)
+            merge_attention(cta, shape, tokens, parts, caches, result)
 
     emulate("gfx950", order=order, poison=True)
     launcher = stage_launcher(body, lds_bytes=ATTENTION_BYTES)
     given = [out, q, cache.k, cache.v, choice, positions, cache.table, flags, between]
-    run_stage(launcher, given, 5)
+    run_stage(launcher, [*given, cache.scales], 5)
     got = pairs_in(out, 5).float().view(tokens, heads, HEAD_DIM)
     for t, position in enumerate(positions.tolist()):
         for head in range(kv):
@@ -200,18 +252,18 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, ord
 
 
 @pytest.mark.parametrize(
-    ("kv", "group", "topk", "init", "local", "last", "order"),
+    ("kv", "group", "topk", "init", "local", "last", "order", "fmt"),
     [
-        (2, 2, 4, 1, 1, 1500, "lockstep"),
-        (1, 1, 3, 0, 2, 1500, "random"),
-        (1, 1, 4, 1, 1, 20000, "lockstep"),  # more blocks than a wave has lanes
+        (2, 2, 4, 1, 1, 1500, "lockstep", "bf16"),
+        (1, 1, 3, 0, 2, 1500, "random", "fp8"),
+        (1, 1, 4, 0, 1, 20000, "lockstep", "fp8"),  # more blocks than a wave has lanes
     ],
 )
-def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local, last, order):
+def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local, last, order, fmt):
     g = torch.Generator().manual_seed(topk)
     positions = torch.tensor([2, 511, last], dtype=torch.int32)
     tokens, blocks, most = len(positions), last // PAGE + 1, last // PAGE + 5
-    cache = Cache.random(tokens, blocks, 1, g)
+    cache = Cache.random(tokens, blocks, 1, g, fmt)
     iq = torch.randn(tokens, kv * group, HEAD_DIM, generator=g).to(torch.bfloat16)
     shape = SelectShape(kv, group, topk, init, local, most)
     scores = empty_words(tokens * kv * most)
@@ -221,9 +273,8 @@ def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local,
     def body(cta, addresses, number, waits):
         score, chosen, keep, queries, index, at, table = addresses[:7]
         words = Words("block_scores", Space.SCRATCH, score, number, waits)
-        caches = Caches(kv, index, index, index)
-        rows = PlainRows(queries, HEAD_DIM)
-        index_scores(cta, shape, tokens, rows, caches, at, table, fx.Int32(blocks), words)
+        rows, plane = PlainRows(queries, HEAD_DIM), Plane(fmt, index, 1, None)
+        index_scores(cta, shape, tokens, rows, plane, at, table, fx.Int32(blocks), words)
         into = Words("selected", Space.SCRATCH, chosen, number, waits)
         select_blocks(cta, shape, tokens, at, words, into, keep)
 

@@ -11,8 +11,9 @@ from aiter.jit.utils import chip_info
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.resources import launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import artifact_of, compile_artifact, launch_of
-from atom.mono.device import attention, heads, sync
-from atom.mono.device.step_begin import StepBeginBuild, build_step_begin
+from atom.mono.device import attention, caches, sync
+from atom.mono.device.stamps import MARKS
+from atom.mono.device.step_begin import STEP_BEGIN_ABI, StepBeginBuild, build_step_begin
 from atom.mono.models.minimax_m3 import builds, layout
 from atom.mono.models.minimax_m3.builds import (
     DENSE_POST_ABI,
@@ -20,7 +21,6 @@ from atom.mono.models.minimax_m3.builds import (
     I32_NAMES,
     MINIMAX_M3,
     SPARSE_ABI,
-    STEP_BEGIN_ABI,
     WIDTHS,
     DensePostBuild,
     DensePreBuild,
@@ -68,10 +68,11 @@ def test_hand_offs_keep_their_contract(name):
     with chip_info.pinned(Target.of("gfx950")), recording() as record:
         artifact_of(build(key))
     check(record, hand_offs(key))
+    assert len(record.stages) < MARKS
 
 
 def test_host_and_device_agree_on_sizes():
-    assert (builds.HEAD_DIM, builds.PAGE) == (heads.HEAD_DIM, heads.PAGE)
+    assert (builds.HEAD_DIM, builds.PAGE) == (caches.HEAD_DIM, caches.PAGE)
     assert (builds.QUARTERS, layout.PART_WORDS) == (attention.QUARTERS, attention.PART_WORDS)
     assert layout.WORD == sync.WORD
     regions = [r.name for r in scratch_layout(SMALL, SparseBuild(SMALL)).regions]
@@ -111,10 +112,12 @@ def test_shapes_no_kernel_serves_are_refused():
         LayerShape(DIMS, 3, 1)
     with pytest.raises(ValueError, match="multiple of 128"):
         LayerShape(replace(DIMS, inter=256), 4, 1)
-    with pytest.raises(ValueError, match="none of"):
+    with pytest.raises(ValueError, match="weight format 'int4' is none of"):
         DensePreBuild(SMALL, "int4")
+    with pytest.raises(ValueError, match="cache format 'fp4' is none of"):
+        SparseBuild(SMALL, index_format="fp4")
     with pytest.raises(ValueError, match="index_topk"):
-        SparseBuild(SMALL, index_topk=1)
+        SparseBuild(SMALL, init_blocks=1, index_topk=1)
 
 
 REAL = {

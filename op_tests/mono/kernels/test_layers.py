@@ -30,11 +30,19 @@ class Setup:
         debug: bool = False,
         blocks: int = BLOCKS,
         topk: int = 3,
+        formats: tuple[str, str] = ("bf16", "bf16"),
     ) -> None:
         tokens = len(positions)
         shape = LayerShape(DIMS, tp, tokens, 1e-5, blocks, debug, 30)
-        self.sparse = SparseBuild(shape, index_topk=topk, max_blocks=8)
-        sequences = Sequences.random(DIMS, positions, 8, tp)
+        self.sparse = SparseBuild(
+            shape,
+            kv_format=formats[0],
+            index_format=formats[1],
+            index_topk=topk,
+            init_blocks=1,
+            max_blocks=8,
+        )
+        sequences = Sequences.random(DIMS, positions, 8, tp, formats)
         self.reference = Reference(
             shape, self.sparse, sequences.clone(), torch_m3.cos_sin_table(POSITIONS, DIMS.rotary)
         )
@@ -60,7 +68,7 @@ class Setup:
         assert rows.max() < 2 * CLOSE
 
     def require_caches(self, index: bool) -> None:
-        """What the ranks' caches hold is what the reference's do."""
+        """What the ranks' caches hold is what the reference's do, but for single roundings."""
         for rank in self.ranks:
             mine = lambda x, r=rank: x.chunk(len(self.ranks), 1)[r.rank].float()
             assert relative_l2(rank.k.float(), mine(self.reference.sequences.k)) < 5e-3
@@ -71,11 +79,16 @@ class Setup:
 
 
 @pytest.mark.parametrize(
-    ("tp", "order", "attn", "ffn"),
-    [(1, "lockstep", "fp8", "fp4"), (2, "random", "bf16", "bf16"), (4, "lockstep", "bf16", "fp8")],
+    ("tp", "order", "attn", "ffn", "kv"),
+    [
+        (1, "lockstep", "fp8", "fp4", "fp8"),
+        (2, "random", "bf16", "bf16", "bf16"),
+        (4, "lockstep", "bf16", "fp8", "fp8"),
+    ],
 )
-def test_a_dense_layer(emulate, tp, order, attn, ffn):
-    setup = Setup(emulate("gfx950", order=order, poison=True), tp, [3, 140, 600, 601])
+def test_a_dense_layer(emulate, tp, order, attn, ffn, kv):
+    emu = emulate("gfx950", order=order, poison=True)
+    setup = Setup(emu, tp, [3, 140, 600, 601], formats=(kv, "bf16"))
     w = LayerWeights.random(DIMS, dense=True, seed=tp)
     exact = w.rounded(attn, ffn)
 
@@ -98,19 +111,20 @@ def test_a_dense_layer(emulate, tp, order, attn, ffn):
 
 
 @pytest.mark.parametrize(
-    ("tp", "order", "positions", "ffn", "seed", "blocks", "topk"),
+    ("tp", "order", "positions", "ffn", "caches", "seed", "blocks", "topk"),
     [
-        (1, "lockstep", [900], "fp4", 0, 2, 3),
-        (2, "random", [3, 140, 900], "fp8", 0, 2, 3),
-        (4, "lockstep", [3, 140, 600, 601], "fp4", 4, 2, 3),
-        (4, "random", [900], "bf16", 2, 4, 4),  # workgroups share a token's attention
+        (1, "lockstep", [900], "fp4", ("fp8", "fp8"), 0, 2, 3),
+        (2, "random", [3, 140, 900], "fp8", ("bf16", "bf16"), 0, 2, 3),
+        (4, "lockstep", [3, 140, 600, 601], "fp4", ("fp8", "bf16"), 4, 2, 3),
+        # Workgroups share a token's attention.
+        (4, "random", [900], "bf16", ("fp8", "fp8"), 2, 4, 4),
     ],
 )
 def test_sparse_layers_select_and_then_reuse(
-    emulate, tp, order, positions, ffn, seed, blocks, topk
+    emulate, tp, order, positions, ffn, caches, seed, blocks, topk
 ):
     emu = emulate("gfx950", order=order, poison=True)
-    setup = Setup(emu, tp, positions, blocks=blocks, topk=topk)
+    setup = Setup(emu, tp, positions, blocks=blocks, topk=topk, formats=caches)
     assert setup.sparse.attention_splits == (2 if topk == 4 else 1)
     first, second = (LayerWeights.random(DIMS, dense=False, seed=seed + i) for i in range(2))
     full = replace(setup.sparse, ffn_format=ffn)

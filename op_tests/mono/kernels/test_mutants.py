@@ -26,11 +26,11 @@ STAGES: dict[str, list[Callable]] = {
     ],
     "norm": [lambda e: test_norm.test_rows_are_normed(e, 1408, 5)],
     "attention": [
-        lambda e: test_attention.test_attention_over_chosen_blocks(e, 4, 2, 9, 1, "random")
+        lambda e: test_attention.test_attention_over_chosen_blocks(e, 4, 2, 9, 1, "random", "fp8")
     ],
     "select": [
         lambda e: test_attention.test_blocks_are_chosen_by_index_score(
-            e, 1, 1, 4, 1, 1, 20000, "random"
+            e, 1, 1, 4, 1, 1, 20000, "random", "bf16"
         )
     ],
     # Many entries of the table of active experts, and workgroups without gate and up tasks.
@@ -94,8 +94,8 @@ def test_a_score_beyond_the_position_must_be_masked(monkeypatch):
     monkeypatch.setattr(
         attention,
         "_add_keys",
-        lambda shape, state, query, k, v, last, lane: add(
-            shape, state, query, k, v, last + 1, lane
+        lambda state, query, quarter, scale, last, lane: add(
+            state, query, quarter, scale, last + 1, lane
         ),
     )
     assert not survives(STAGES["attention"][0])

@@ -4,12 +4,12 @@
     build_dense_pre      kernels/dense_pre.py            DENSE_PRE_ABI, then the stream
     build_dense_post     kernels/dense_post.py           DENSE_POST_ABI, then the stream
     build_sparse_layer   kernels/sparse_layer.py         SPARSE_ABI, then the stream
-    build_step_begin     atom/mono/device/step_begin.py  STEP_BEGIN_ABI, then the stream
 
-Every argument is an `fx.Int64` address but those of `I32_NAMES`. Sizes are those of one rank:
-"local" counts are the model's divided by `tp`. A matrix [N, K] is stored as
-`atom.mono.device.matvec` says for its format: bf16, fp8 and fp4, the latter two with e8m0 scales
-of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 for bf16.
+Every argument is an `fx.Int64` address but those of `I32_NAMES`. The arguments that a step brings
+(`*_STEP`) come behind those that are bound for good, so that a launch only joins two tuples.
+Sizes are those of one rank: "local" counts are the model's divided by `tp`. A matrix [N, K] is
+stored as `atom.mono.device.matvec` says for its format: bf16, fp8 and fp4, the latter two with
+e8m0 scales of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 for bf16.
 
     h_in, h_out       [tokens, hidden] bf16      residual stream; not the same buffer
     norm*_w           [hidden] bf16              the factor itself (1 + w where a model stores w)
@@ -20,9 +20,11 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
     positions         [tokens] i32               from 0; also the row of cos_sin
     slots             [tokens] i32               cache cell: page * PAGE + place; -1: a padding row,
                                                  which has a position and pages like any other
-    k_cache           [pages, local kv heads, PAGE, head_dim] bf16
-    v_cache           [pages, local kv heads, head_dim, PAGE] bf16
-    index_cache       [pages, PAGE, head_dim] bf16
+    k_cache           [pages, local kv heads, PAGE, head_dim] in the build's kv_format
+    v_cache           [pages, local kv heads, head_dim, PAGE] in kv_format
+    index_cache       [pages, PAGE, head_dim] in index_format
+    cache_scales      [3] f32                    what an fp8 element of k, v and index k is
+                                                 multiplied by; 0 where all caches are bf16
     block_table       [tokens, table_stride] i32 page of each PAGE-token block of the row's sequence
     selection         [tokens, local kv heads, index_topk] i32  blocks attended to, -1 for none;
                       written by a full layer, read by one that reuses
@@ -39,6 +41,7 @@ of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 f
     layer             i32 from 0; no two layers of a step may have the same
     table_stride      i32 entries of a block_table row
     diag              debug builds: `atom.mono.device.sync.DIAG_BYTES` of wait records, else 0
+    stamps            timeline builds: this launch's part of `atom.mono.device.stamps`, else 0
 
 A layer that reuses the last selection has no index heads: its index arguments are 0. Cells of
 the caches that nothing has written must be finite.
@@ -48,13 +51,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atom.mono.plan.execution import WAVES
+from atom.mono.plan.execution import BLOCKS, WAVES
 
 PAGE = 128  # tokens of a cache page, and of a block of the sparse selection
 QUARTERS = 4  # of a block, what a wave attends to at once
 HEAD_DIM = 128
 WIDTHS = (1, 4, 8, 16)
 FORMATS = ("bf16", "fp8", "fp4")
+CACHE_FORMATS = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -99,16 +103,18 @@ class LayerShape:
     """What every layer kernel is built for: the model, its split over `tp` ranks and the width.
 
     `blocks` is the grid, one workgroup a compute unit, all of them resident at once. With `debug`
-    waits give up after `polls` tries and leave a record; otherwise both are without effect.
+    waits give up after `polls` tries and leave a record; otherwise both are without effect. With
+    `timeline` every workgroup notes when it enters a stage.
     """
 
     dims: Dims
     tp: int
     tokens: int
     eps: float = 1e-6
-    blocks: int = 256
+    blocks: int = BLOCKS
     debug: bool = False
     polls: int = 10_000_000
+    timeline: bool = False
 
     def __post_init__(self) -> None:
         d = self.dims
@@ -154,10 +160,16 @@ class LayerShape:
         return self.dims.dense_inter // self.tp
 
 
-def _require_format(*formats: str) -> None:
+    def symbol(self, stem: str, *parts: str) -> str:
+        """A kernel's name in profilers: its stem, what it is built for and `parts`."""
+        flags = [name for name in ("debug", "timeline") if getattr(self, name)]
+        return "_".join((f"m3_{stem}", f"tp{self.tp}", f"t{self.tokens}", *parts, *flags))
+
+
+def _require_format(what: str, known: tuple[str, ...], *formats: str) -> None:
     for fmt in formats:
-        if fmt not in FORMATS:
-            raise ValueError(f"weight format {fmt!r} is none of {FORMATS}")
+        if fmt not in known:
+            raise ValueError(f"{what} format {fmt!r} is none of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -166,9 +178,15 @@ class DensePreBuild:
 
     shape: LayerShape
     attn_format: str = "bf16"
+    kv_format: str = "fp8"
 
     def __post_init__(self) -> None:
-        _require_format(self.attn_format)
+        _require_format("weight", FORMATS, self.attn_format)
+        _require_format("cache", CACHE_FORMATS, self.kv_format)
+
+    @property
+    def symbol(self) -> str:
+        return self.shape.symbol("dense_pre", self.attn_format, f"kv_{self.kv_format}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +199,11 @@ class DensePostBuild:
     swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
-        _require_format(self.attn_format, self.ffn_format)
+        _require_format("weight", FORMATS, self.attn_format, self.ffn_format)
+
+    @property
+    def symbol(self) -> str:
+        return self.shape.symbol("dense_post", self.attn_format, self.ffn_format)
 
 
 @dataclass(frozen=True)
@@ -196,8 +218,10 @@ class SparseBuild:
     select: bool = True
     attn_format: str = "bf16"
     ffn_format: str = "fp4"
+    kv_format: str = "fp8"
+    index_format: str = "fp8"
     index_topk: int = 16
-    init_blocks: int = 1
+    init_blocks: int = 0
     local_blocks: int = 1
     max_blocks: int = 8192
     sm_scale: float = HEAD_DIM**-0.5
@@ -206,9 +230,15 @@ class SparseBuild:
     swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
-        _require_format(self.attn_format, self.ffn_format)
+        _require_format("weight", FORMATS, self.attn_format, self.ffn_format)
+        _require_format("cache", CACHE_FORMATS, self.kv_format, self.index_format)
         if self.init_blocks + self.local_blocks > self.index_topk or self.local_blocks < 1:
             raise ValueError(f"{self}: init and local blocks are among the index_topk, local >= 1")
+
+    @property
+    def symbol(self) -> str:
+        caches = (f"kv_{self.kv_format}", f"index_{self.index_format}" if self.select else "reuse")
+        return self.shape.symbol("sparse_layer", self.attn_format, self.ffn_format, *caches)
 
     @property
     def attention_splits(self) -> int:
@@ -228,26 +258,27 @@ class SparseBuild:
         return self.shape.qkv_rows + (self.shape.index_rows if self.select else 0)
 
 
+DENSE_PRE_STEP = ("h_in", "positions", "slots")
 DENSE_PRE_ABI = (
-    "h_in",
     "norm_w",
     "qkv_w",
     "qkv_s",
     "q_norm_w",
     "k_norm_w",
     "cos_sin",
-    "positions",
-    "slots",
     "k_cache",
     "v_cache",
+    "cache_scales",
     "q_out",
     "scratch",
     "layer",
     "diag",
+    "stamps",
+    *DENSE_PRE_STEP,
 )
 
+DENSE_POST_STEP = ("h_in", "h_out")
 DENSE_POST_ABI = (
-    "h_in",
     "attn_in",
     "o_w",
     "o_s",
@@ -256,16 +287,17 @@ DENSE_POST_ABI = (
     "gate_up_s",
     "down_w",
     "down_s",
-    "h_out",
     "scratch",
     "peers",
     "rank",
     "layer",
     "diag",
+    "stamps",
+    *DENSE_POST_STEP,
 )
 
+SPARSE_STEP = ("h_in", "h_out", "positions", "slots", "block_table", "table_stride")
 SPARSE_ABI = (
-    "h_in",
     "norm1_w",
     "qkv_w",
     "qkv_s",
@@ -274,12 +306,10 @@ SPARSE_ABI = (
     "iq_norm_w",
     "ik_norm_w",
     "cos_sin",
-    "positions",
-    "slots",
     "k_cache",
     "v_cache",
     "index_cache",
-    "block_table",
+    "cache_scales",
     "selection",
     "o_w",
     "o_s",
@@ -290,15 +320,13 @@ SPARSE_ABI = (
     "gate_up_s",
     "down_w",
     "down_s",
-    "h_out",
     "scratch",
     "peers",
     "rank",
     "layer",
-    "table_stride",
     "diag",
+    "stamps",
+    *SPARSE_STEP,
 )
-
-STEP_BEGIN_ABI = ("s0", "n0", "s1", "n1", "peers", "fence_off", "rank", "state")
 
 I32_NAMES = frozenset({"rank", "layer", "table_stride"})

@@ -6,12 +6,12 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
+from atom.mono.device.caches import HEAD_DIM
 from atom.mono.device.cta import Cta
 from atom.mono.device.expert_ffn import FfnShape
-from atom.mono.device.heads import HEAD_DIM
+from atom.mono.device.launch import persistent_kernel, persistent_launcher
 from atom.mono.device.matvec import PlainRows
 from atom.mono.device.routing import RouteShape
-from atom.mono.plan.execution import THREADS
 
 from ..builds import DensePostBuild
 from ..layout import scratch_layout
@@ -29,9 +29,8 @@ def build_dense_post(key: DensePostBuild) -> flyc.JitFunction:
         key.swiglu_limit,
     )
 
-    @flyc.kernel(known_block_size=[THREADS, 1, 1])
+    @persistent_kernel(key.symbol)
     def m3_dense_post(
-        h_in: fx.Int64,
         attn_in: fx.Int64,
         o_w: fx.Int64,
         o_s: fx.Int64,
@@ -40,17 +39,19 @@ def build_dense_post(key: DensePostBuild) -> flyc.JitFunction:
         gate_up_s: fx.Int64,
         down_w: fx.Int64,
         down_s: fx.Int64,
-        h_out: fx.Int64,
         scratch: fx.Int64,
         peers: fx.Int64,
         rank: fx.Int32,
         layer: fx.Int32,
         diag: fx.Int64,
+        stamps: fx.Int64,
+        h_in: fx.Int64,
+        h_out: fx.Int64,
     ):
         cta = Cta(shape.blocks, ffn.lds_bytes)
         finish_layer(
             cta,
-            Regions(shape, layout, scratch, layer, diag),
+            Regions(shape, layout, scratch, layer, diag, stamps),
             key.attn_format,
             key.ffn_format,
             ffn,
@@ -70,41 +71,4 @@ def build_dense_post(key: DensePostBuild) -> flyc.JitFunction:
             ),
         )
 
-    @flyc.jit
-    def launch_m3_dense_post(
-        h_in: fx.Int64,
-        attn_in: fx.Int64,
-        o_w: fx.Int64,
-        o_s: fx.Int64,
-        norm_w: fx.Int64,
-        gate_up_w: fx.Int64,
-        gate_up_s: fx.Int64,
-        down_w: fx.Int64,
-        down_s: fx.Int64,
-        h_out: fx.Int64,
-        scratch: fx.Int64,
-        peers: fx.Int64,
-        rank: fx.Int32,
-        layer: fx.Int32,
-        diag: fx.Int64,
-        stream: fx.Stream,
-    ):
-        m3_dense_post(
-            h_in,
-            attn_in,
-            o_w,
-            o_s,
-            norm_w,
-            gate_up_w,
-            gate_up_s,
-            down_w,
-            down_s,
-            h_out,
-            scratch,
-            peers,
-            rank,
-            layer,
-            diag,
-        ).launch(grid=(shape.blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
-
-    return launch_m3_dense_post
+    return persistent_launcher(m3_dense_post, key.symbol, shape.blocks)

@@ -1,4 +1,4 @@
-"""What the layer kernels have in common: regions by name, and the second half of a layer.
+"""What the layer kernels have in common: regions and stages by name, and a layer's second half.
 
 o_proj        partial sums of the output projection to every rank
 reduce_attn   mid = h_in + their sum; norm2
@@ -15,12 +15,14 @@ import flydsl.expr as fx
 
 from aiter.ops.flydsl.kernels.device import TraceObject
 from atom.mono.device.all_reduce import Exchange
+from atom.mono.device.caches import HEAD_DIM
 from atom.mono.device.cta import Cta
 from atom.mono.device.expert_ffn import FFN_BYTES, FfnShape, down, gate_up
-from atom.mono.device.heads import HEAD_DIM, HeadCounts
+from atom.mono.device.heads import HeadCounts
 from atom.mono.device.matvec import PlainRows, Weight, WordRows, matvec
 from atom.mono.device.rms_norm import reduce_norm, reduce_rows
 from atom.mono.device.routing import ActiveExperts, route_tokens
+from atom.mono.device.stamps import Stamps
 from atom.mono.device.sync import Waits, Words
 from atom.mono.plan.layout import Layout
 from atom.mono.plan.trace import Space, enter_stage
@@ -30,14 +32,30 @@ from ..layout import peer_layout
 
 
 class Regions(TraceObject):
-    """A launch's mailbox words, by region name."""
+    """A launch's mailbox words, by region name, and its stages."""
 
     def __init__(
-        self, shape: LayerShape, layout: Layout, scratch: fx.Int64, layer: fx.Int32, diag: fx.Int64
+        self,
+        shape: LayerShape,
+        layout: Layout,
+        scratch: fx.Int64,
+        layer: fx.Int32,
+        diag: fx.Int64,
+        stamps: fx.Int64,
     ) -> None:
         self.shape, self.layout, self.scratch = shape, layout, scratch
         self.tag = layer + 1
         self.waits = Waits(diag, shape.debug, shape.polls)
+        self._stamps = Stamps(stamps, shape.timeline)
+
+    def enter(self, cta: Cta, stage: str) -> None:
+        """What is traced from here on is `stage`."""
+        enter_stage(stage)
+        self._stamps.mark(cta)
+
+    def leave(self, cta: Cta) -> None:
+        """The last stage ends here."""
+        self._stamps.mark(cta)
 
     def words(self, name: str) -> Words:
         return Words(name, Space.SCRATCH, self.address(name), self.tag, self.waits)
@@ -69,7 +87,7 @@ def project_qkv(
     cta: Cta, regions: Regions, fmt: str, data: fx.Int64, scale: fx.Int64, rows: int
 ) -> None:
     """Stage "qkv": f32 words [tokens, rows] of the normed rows."""
-    enter_stage("qkv")
+    regions.enter(cta, "qkv")
     hidden = regions.shape.dims.hidden
     qkv = regions.words("qkv")
 
@@ -118,11 +136,11 @@ def finish_layer(
     ffn_sums = regions.exchange("ffn_sums", given.peers, given.rank)
     normed = regions.words("normed2")
 
-    enter_stage("o_proj")
+    regions.enter(cta, "o_proj")
     o_proj = Weight(attn_format, given.o_w, given.o_s, hidden, shape.heads * HEAD_DIM)
     matvec(cta, o_proj, attended, tokens, attn_sums.push)
 
-    enter_stage("reduce_attn")
+    regions.enter(cta, "reduce_attn")
     mid = regions.address("mid")
     eps = shape.eps
     reduce_norm(cta, attn_sums, given.h_in, given.norm_w, hidden, tokens, eps, mid, normed)
@@ -130,20 +148,21 @@ def finish_layer(
     active = ActiveExperts(cta, ffn.route, shared_weight, FFN_BYTES)
     if ffn.route.topk:
         _route(cta, regions, ffn, normed, given, route_scale)
-        enter_stage("experts")
+        regions.enter(cta, "experts")
         active.build(regions.words("route_ids"), regions.words("route_weights"))
 
-    enter_stage("gate_up")
+    regions.enter(cta, "gate_up")
     both = Weight(ffn_format, given.gate_up_w, given.gate_up_s, 2 * ffn.inter, hidden)
     activated = regions.words("activated")
     gate_up(cta, ffn, active, both, WordRows(normed, hidden), activated)
 
-    enter_stage("down")
+    regions.enter(cta, "down")
     last = Weight(ffn_format, given.down_w, given.down_s, hidden, ffn.inter)
     down(cta, ffn, active, last, activated, ffn_sums.push)
 
-    enter_stage("reduce_ffn")
+    regions.enter(cta, "reduce_ffn")
     reduce_rows(cta, ffn_sums, mid, hidden, tokens, given.h_out)
+    regions.leave(cta)
 
 
 def _route(
@@ -161,11 +180,11 @@ def _route(
         logits.push_float(token * rows + row, low)
         logits.push_float(token * rows + row + 1, high)
 
-    enter_stage("router")
+    regions.enter(cta, "router")
     # bf16 weights have no scales.
     router = Weight("bf16", given.router_w, given.router_w, rows, hidden)
     matvec(cta, router, WordRows(normed, hidden), ffn.route.tokens, emit)
 
-    enter_stage("routing")
+    regions.enter(cta, "routing")
     ids, weights = regions.words("route_ids"), regions.words("route_weights")
     route_tokens(cta, ffn.route, logits, rows, given.router_bias, route_scale, ids, weights)

@@ -27,14 +27,14 @@ from atom.mono.device.attention import (
     merge_attention,
 )
 from atom.mono.device.block_select import SelectShape, index_scores, select_blocks
+from atom.mono.device.caches import HEAD_DIM, Caches
 from atom.mono.device.cta import Cta
 from atom.mono.device.expert_ffn import FfnShape
-from atom.mono.device.heads import HEAD_DIM, Caches, HeadInputs, finish_heads
+from atom.mono.device.heads import HeadInputs, finish_heads
+from atom.mono.device.launch import persistent_kernel, persistent_launcher
 from atom.mono.device.matvec import WordRows
 from atom.mono.device.rms_norm import rms_norm
 from atom.mono.device.routing import RouteShape
-from atom.mono.plan.execution import THREADS
-from atom.mono.plan.trace import enter_stage
 
 from ..builds import SparseBuild
 from ..layout import scratch_layout
@@ -62,9 +62,8 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
     )
     lds_bytes = max(ATTENTION_BYTES, ffn.lds_bytes, chooser.lds_bytes if key.select else 0)
 
-    @flyc.kernel(known_block_size=[THREADS, 1, 1])
+    @persistent_kernel(key.symbol)
     def m3_sparse_layer(
-        h_in: fx.Int64,
         norm1_w: fx.Int64,
         qkv_w: fx.Int64,
         qkv_s: fx.Int64,
@@ -73,12 +72,10 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
         iq_norm_w: fx.Int64,
         ik_norm_w: fx.Int64,
         cos_sin: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
         k_cache: fx.Int64,
         v_cache: fx.Int64,
         index_cache: fx.Int64,
-        block_table: fx.Int64,
+        cache_scales: fx.Int64,
         selection: fx.Int64,
         o_w: fx.Int64,
         o_s: fx.Int64,
@@ -89,18 +86,23 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
         gate_up_s: fx.Int64,
         down_w: fx.Int64,
         down_s: fx.Int64,
-        h_out: fx.Int64,
         scratch: fx.Int64,
         peers: fx.Int64,
         rank: fx.Int32,
         layer: fx.Int32,
-        table_stride: fx.Int32,
         diag: fx.Int64,
+        stamps: fx.Int64,
+        h_in: fx.Int64,
+        h_out: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
+        block_table: fx.Int64,
+        table_stride: fx.Int32,
     ):
         cta = Cta(shape.blocks, lds_bytes)
-        regions = Regions(shape, layout, scratch, layer, diag)
+        regions = Regions(shape, layout, scratch, layer, diag, stamps)
 
-        enter_stage("norm1")
+        regions.enter(cta, "norm1")
         rms_norm(cta, h_in, norm1_w, dims.hidden, tokens, shape.eps, regions.words("normed1"))
         project_qkv(cta, regions, key.attn_format, qkv_w, qkv_s, key.qkv_rows)
 
@@ -115,8 +117,16 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             row = token * counts.index_q + head
             index_queries.push(row * (HEAD_DIM // 2) + lane, pair)
 
-        enter_stage("heads")
-        caches = Caches(shape.kv_heads, k_cache, v_cache, index_cache)
+        regions.enter(cta, "heads")
+        caches = Caches(
+            shape.kv_heads,
+            key.kv_format,
+            k_cache,
+            v_cache,
+            cache_scales,
+            key.index_format,
+            index_cache,
+        )
         finish_heads(
             cta,
             counts,
@@ -131,7 +141,7 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             inserted,
         )
 
-        enter_stage("index_scores" if key.select else "attention")
+        regions.enter(cta, "index_scores" if key.select else "attention")
         await_inserted(cta, inserted, tokens * counts.inserted)
         chosen = ChosenBlocks(key.index_topk, None, selection)
         if fx.const_expr(key.select):
@@ -142,16 +152,16 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
                 chooser,
                 tokens,
                 index_rows,
-                caches,
+                caches.index,
                 positions,
                 block_table,
                 table_stride,
                 scores,
             )
-            enter_stage("select")
+            regions.enter(cta, "select")
             select_blocks(cta, chooser, tokens, positions, scores, selected, selection)
             chosen = ChosenBlocks(key.index_topk, selected, None)
-            enter_stage("attention")
+            regions.enter(cta, "attention")
         attended = regions.words("attended")
         parts = regions.words("attn_parts") if splits > 1 else attended
         attention(
@@ -167,8 +177,8 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             parts,
         )
         if fx.const_expr(splits > 1):
-            enter_stage("merge")
-            merge_attention(cta, attending, tokens, parts, attended)
+            regions.enter(cta, "merge")
+            merge_attention(cta, attending, tokens, parts, caches, attended)
 
         finish_layer(
             cta,
@@ -196,75 +206,4 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
             key.shared_weight,
         )
 
-    @flyc.jit
-    def launch_m3_sparse_layer(
-        h_in: fx.Int64,
-        norm1_w: fx.Int64,
-        qkv_w: fx.Int64,
-        qkv_s: fx.Int64,
-        q_norm_w: fx.Int64,
-        k_norm_w: fx.Int64,
-        iq_norm_w: fx.Int64,
-        ik_norm_w: fx.Int64,
-        cos_sin: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
-        k_cache: fx.Int64,
-        v_cache: fx.Int64,
-        index_cache: fx.Int64,
-        block_table: fx.Int64,
-        selection: fx.Int64,
-        o_w: fx.Int64,
-        o_s: fx.Int64,
-        norm2_w: fx.Int64,
-        router_w: fx.Int64,
-        router_bias: fx.Int64,
-        gate_up_w: fx.Int64,
-        gate_up_s: fx.Int64,
-        down_w: fx.Int64,
-        down_s: fx.Int64,
-        h_out: fx.Int64,
-        scratch: fx.Int64,
-        peers: fx.Int64,
-        rank: fx.Int32,
-        layer: fx.Int32,
-        table_stride: fx.Int32,
-        diag: fx.Int64,
-        stream: fx.Stream,
-    ):
-        m3_sparse_layer(
-            h_in,
-            norm1_w,
-            qkv_w,
-            qkv_s,
-            q_norm_w,
-            k_norm_w,
-            iq_norm_w,
-            ik_norm_w,
-            cos_sin,
-            positions,
-            slots,
-            k_cache,
-            v_cache,
-            index_cache,
-            block_table,
-            selection,
-            o_w,
-            o_s,
-            norm2_w,
-            router_w,
-            router_bias,
-            gate_up_w,
-            gate_up_s,
-            down_w,
-            down_s,
-            h_out,
-            scratch,
-            peers,
-            rank,
-            layer,
-            table_stride,
-            diag,
-        ).launch(grid=(shape.blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
-
-    return launch_m3_sparse_layer
+    return persistent_launcher(m3_sparse_layer, key.symbol, shape.blocks)
