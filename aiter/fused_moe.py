@@ -20,9 +20,10 @@ from aiter.jit.core import AITER_CONFIGS, load_fmoe
 from aiter.jit.utils.chip_info import get_target
 from aiter.jit.utils.torch_guard import torch_compile_guard
 from aiter.ops.enum import ActivationType, GateMode, QuantType
-from aiter.ops.flydsl.moe.execute import MoeTensors, Scalars, execute
+from aiter.ops.flydsl.moe.execute import Scalars, execute
 from aiter.ops.flydsl.moe.request import CallerVariant, request_of
 from aiter.ops.flydsl.moe.selection import Selector
+from aiter.ops.flydsl.moe.tensors import checked_tensors
 from aiter.ops.flydsl.moe.tiers import get_padded_M
 
 __all__ = ["fused_moe", "get_padded_M"]
@@ -88,7 +89,8 @@ def fused_moe(
     Returns [M, D] of `dtype`. Rows from num_local_tokens on are unspecified.
 
     Raises NotImplementedError, with the reason, for a combination no kernel serves, and
-    ValueError for tensors whose shapes do not agree.
+    ValueError for tensors of shapes, types or devices that do not agree, and for weights or
+    scales that are not contiguous.
     """
     given = {
         "shared_w1": shared_w1,
@@ -277,14 +279,15 @@ def _fused_moe_impl(
         given_scales=a1_scale is not None or a2_scale is not None,
     )
     plan = _selector(env.AITER_CONFIG_FMOE.get()).plan(request)
-    tensors = MoeTensors(
-        x=_dense(hidden_states, "hidden_states", torch.bfloat16),
+    tensors = checked_tensors(
+        request,
+        x=hidden_states,
         w1=w1,
         w2=w2,
-        w1_scale=_required(w1_scale, "w1_scale"),
-        w2_scale=_required(w2_scale, "w2_scale"),
-        topk_ids=_dense(topk_ids, "topk_ids", torch.int32),
-        topk_weights=_dense(topk_weight, "topk_weight", torch.float32),
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        topk_ids=topk_ids,
+        topk_weights=topk_weight,
         num_local_tokens=num_local_tokens,
         expert_mask=expert_mask,
         bias1=bias1,
@@ -303,16 +306,3 @@ def _fused_moe_impl(
 def _selector(override: tuple[str, ...]) -> Selector:
     """Plans from the tables in force, which `override` names if any; they are read once."""
     return Selector(load_fmoe(AITER_CONFIGS.fmoe))
-
-
-def _dense(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` of exactly `dtype`, in row-major order, which is all the kernels know."""
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tensor.dtype}, not {dtype}")
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _required(scale: torch.Tensor | None, name: str) -> torch.Tensor:
-    if scale is None:
-        raise ValueError(f"MX weights need {name}")
-    return scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,26 +87,29 @@ class MoeCase:
             **options,
         )
 
-    def run(self, gate_mode: str = "interleave", **options: object) -> torch.Tensor:
-        """`fused_moe` on the case's operands in the layouts that `gate_mode` asks for."""
+    def arguments(self, gate_mode: str = "interleave") -> dict[str, Any]:
+        """What `fused_moe` takes for the case, in the layouts that `gate_mode` asks for."""
         interleave = gate_mode == "interleave"
         experts, rows, _ = self.w1.data.shape
         layout = {"is_guinterleave": interleave, "gate_up": interleave}
-        return fused_moe(
-            self.x,
-            shuffle_weight(_typed(self.w1), **layout),
-            shuffle_weight(_typed(self.w2)),
-            self.weights,
-            self.ids,
-            quant_type=QuantType.per_1x32,
-            w1_scale=shuffle_scale(
+        return {
+            "hidden_states": self.x,
+            "w1": shuffle_weight(_typed(self.w1), **layout),
+            "w2": shuffle_weight(_typed(self.w2)),
+            "topk_weight": self.weights,
+            "topk_ids": self.ids,
+            "quant_type": QuantType.per_1x32,
+            "w1_scale": shuffle_scale(
                 self.w1.scale.view(experts * rows, -1), experts=experts, **layout
             ),
-            w2_scale=shuffle_scale(self.w2.scale.flatten(0, 1)),
-            gate_mode=gate_mode,
-            quant_dtype_a=torch.float8_e4m3fn if self.a_format == "fp8" else torch.uint8,
-            **options,
-        )
+            "w2_scale": shuffle_scale(self.w2.scale.flatten(0, 1)),
+            "gate_mode": gate_mode,
+            "quant_dtype_a": torch.float8_e4m3fn if self.a_format == "fp8" else torch.uint8,
+        }
+
+    def run(self, gate_mode: str = "interleave", **options: object) -> torch.Tensor:
+        """`fused_moe` on the case's operands."""
+        return fused_moe(**self.arguments(gate_mode), **options)
 
 
 def _typed(weight: MxTensor) -> torch.Tensor:

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from aiter.jit.utils.chip_info import pinned
-from aiter.ops.enum import ActivationType, QuantType
+from aiter.ops.enum import ActivationType
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted, launch_of
 from aiter.ops.flydsl.moe.selection import Selector
-from aiter.ops.shuffle import shuffle_weight
 from op_tests.moe.cases import GFX950, MoeCase
 from op_tests.moe.test_mx_family import selector_of
 from op_tests.torch_moe import Activation, relative_l2
@@ -196,17 +195,63 @@ def nothing_launched():
 
 def test_scales_that_were_not_shuffled_are_refused():
     case = MoeCase.random(2, 512, 128, 3, 2)
-    w1 = shuffle_weight(case.w1.data, is_guinterleave=True, gate_up=True)
+    arguments = case.arguments() | {"w1_scale": case.w1.scale[:1], "w2_scale": case.w2.scale[:1]}
     with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match="shuffle_scale"):
-        fused_moe_module.fused_moe(
-            case.x,
-            w1,
-            shuffle_weight(case.w2.data),
-            case.weights,
-            case.ids,
-            quant_type=QuantType.per_1x32,
-            w1_scale=case.w1.scale[:1],
-            w2_scale=case.w2.scale[:1],
-            gate_mode="interleave",
-            quant_dtype_a=torch.float8_e4m3fn,
+        fused_moe_module.fused_moe(**arguments)
+
+
+def strided(x):
+    """`x` with a gap after every element."""
+    view = torch.stack([x, x], -1)[..., 0]
+    view.is_shuffled = getattr(x, "is_shuffled", False)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("w1", strided, "w1 .* strides"),
+        ("w2", strided, "w2 .* strides"),
+        ("w1_scale", strided, "w1_scale .* strides"),
+        ("w2_scale", torch.t, "w2_scale .* strides"),
+        ("w1_scale", lambda scale: scale.float(), "w1_scale is torch.float32"),
+        ("w2_scale", lambda scale: None, "need w2_scale"),
+        ("w2", lambda w: w.view(torch.int8), "w1 is torch.uint8, w2 is torch.int8"),
+        ("topk_weight", lambda weights: weights[:, :1], "topk_weight"),
+        ("topk_weight", lambda weights: weights[:1], "topk_weight"),
+        ("num_local_tokens", lambda none: torch.tensor([1]), "num_local_tokens is torch.int64"),
+        ("num_local_tokens", lambda none: torch.zeros(2, dtype=torch.int32), "num_local_tokens"),
+        ("expert_mask", lambda none: torch.ones(2, dtype=torch.int32), "3 to 4096 experts"),
+        ("block_size_M", lambda none: 0, "block_size_M is 0"),
+        ("hidden_states", lambda x: x[None], "two dimensions"),
+        ("topk_ids", lambda ids: ids[:, 0], "two dimensions"),
+        ("w1", lambda w: w[0], "three"),
+    ],
+)
+def test_what_the_kernels_would_misread_is_refused_before_any_launch(name, change, reason):
+    arguments = MoeCase.random(2, 256, 128, 3, 2).arguments()
+    arguments[name] = change(arguments.get(name))
+    with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match=reason):
+        fused_moe_module.fused_moe(**arguments)
+
+
+@pytest.mark.parametrize("name", ["w1", "w2_scale", "topk_ids", "topk_weight"])
+def test_tensors_on_another_device_are_refused_before_any_launch(name):
+    arguments = MoeCase.random(2, 256, 128, 3, 2).arguments()
+    arguments["_q_dtype_a"] = arguments.pop("quant_dtype_a")
+    arguments[name] = arguments[name].to("meta")
+    with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match=f"{name} is on meta"):
+        fused_moe_module._fused_moe_impl(**arguments)
+
+
+def test_biases_and_masks_in_another_order_give_the_same_result(emulate):
+    case = MoeCase.random(5, 256, 128, 3, 2)
+    bias1, bias2 = torch.randn(3, 256), torch.randn(3, 256)
+    mask = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
+    emulate(GFX950)
+    with pinned(GFX950):
+        plain = case.run(bias1=bias1, bias2=bias2, expert_mask=mask)
+        out = case.run(
+            bias1=strided(bias1), bias2=bias2.T.contiguous().T, expert_mask=strided(mask)
         )
+    assert torch.equal(out, plain)

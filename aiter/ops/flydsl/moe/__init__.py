@@ -6,6 +6,7 @@
     stages.py      a kernel name and a request -> the build keys of the two stages
     heuristics.py  the kernels for a request that no table row serves
     selection.py   request and tables -> plan
+    tensors.py     a call's tensors, checked
     execute.py     plan and tensors -> launches
 
 From outside use `aiter.fused_moe`; the ahead-of-time build also uses `request`, `tiers` and

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from aiter.ops.flydsl.kernels.moe_activate import build_activate
 from aiter.ops.flydsl.kernels.moe_reduce import build_reduce
-from aiter.ops.flydsl.kernels.moe_sort import MAX_GLOBAL_EXPERTS, build_sort
+from aiter.ops.flydsl.kernels.moe_sort import build_sort
 from aiter.ops.flydsl.kernels.moe_stage1 import build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import build_stage2
 from aiter.ops.flydsl.kernels.mx_gemm import FORMATS
@@ -19,27 +18,9 @@ from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from .request import MoeRequest
 from .selection import Plan
 from .sizes import scale_words, sort_chunks
+from .tensors import MoeTensors
 
 _ZERO_BYTES = 16  # what the sort's zeroing stores at once
-
-
-@dataclass(frozen=True)
-class MoeTensors:
-    """A call's tensors. x [M, D] bf16; w1 [E, 2 I, D], w2 [E, D, I] and their e8m0 scales,
-    shuffled; topk_ids, topk_weights [M, k] i32, f32; num_local_tokens [1] i32, expert_mask
-    [experts of all ranks] i32, bias1 [E, 2 I] and bias2 [E, D] f32, each or None."""
-
-    x: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    w1_scale: torch.Tensor
-    w2_scale: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    num_local_tokens: torch.Tensor | None
-    expert_mask: torch.Tensor | None
-    bias1: torch.Tensor | None
-    bias2: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -61,18 +42,13 @@ class _Sorted:
 
 
 def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scalars) -> torch.Tensor:
-    """The result [M, D] bf16 of `plan` on `tensors`, on the current stream of their device.
-
-    Raises ValueError for scales, masks or biases that do not fit the kernels.
-    """
+    """The result [M, D] bf16 of `plan` on `tensors`, on the current stream of their device."""
     x = tensors.x
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
     tokens, device = request.tokens, x.device
     out = torch.empty(tokens, request.model_dim, dtype=torch.bfloat16, device=device)
     if tokens == 0:
         return out
-    _check_scales(request, tensors)
-    _check_optional(request, tensors)
     routes = _sort(plan, request, tensors, out, stream)
 
     stage1, stage2 = plan.stage1, plan.stage2
@@ -206,35 +182,3 @@ def _bytes(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     return torch.empty(scale_words(rows, columns), dtype=torch.int32, device=device)
-
-
-def _check_scales(request: MoeRequest, tensors: MoeTensors) -> None:
-    for name, scale, rows, columns in (
-        ("w1_scale", tensors.w1_scale, 2 * request.inter_dim, request.model_dim),
-        ("w2_scale", tensors.w2_scale, request.model_dim, request.inter_dim),
-    ):
-        needed = 4 * scale_words(request.experts * rows, columns)
-        held = math.prod(scale.shape) * scale.element_size()
-        if held < needed:
-            raise ValueError(
-                f"{name} {tuple(scale.shape)} holds {held} bytes, {request.experts} experts of "
-                f"{rows} rows of {columns} elements need {needed}: shuffle it with shuffle_scale"
-            )
-
-
-def _check_optional(request: MoeRequest, tensors: MoeTensors) -> None:
-    shapes = {
-        "bias1": (tensors.bias1, (request.experts, 2 * request.inter_dim)),
-        "bias2": (tensors.bias2, (request.experts, request.model_dim)),
-    }
-    for name, (bias, shape) in shapes.items():
-        if bias is not None and (tuple(bias.shape), bias.dtype) != (shape, torch.float32):
-            raise ValueError(f"{name} is {bias.dtype} {tuple(bias.shape)}, not float32 {shape}")
-    mask = tensors.expert_mask
-    if mask is not None and (
-        mask.dtype != torch.int32 or mask.dim() != 1 or mask.shape[0] > MAX_GLOBAL_EXPERTS
-    ):
-        raise ValueError(
-            f"expert_mask is {mask.dtype} {tuple(mask.shape)}, not int32 of up to "
-            f"{MAX_GLOBAL_EXPERTS} experts"
-        )

@@ -221,9 +221,15 @@ def request_of(
     intermediate_pad: int,
     given_scales: bool,
 ) -> MoeRequest:
-    """The request of a call. Raises ValueError where the tensors' shapes do not agree."""
+    """The request of a call. Raises ValueError where its tensors do not agree."""
     if quant_type == QuantType.per_128x128:
         quant_type = QuantType.per_1x128
+    if (hidden_states.dim(), w1.dim(), w2.dim(), topk_ids.dim()) != (2, 3, 3, 2):
+        raise ValueError(
+            f"hidden_states {tuple(hidden_states.shape)} and topk_ids {tuple(topk_ids.shape)} "
+            f"are not of two dimensions, or w1 {tuple(w1.shape)} and w2 {tuple(w2.shape)} not of "
+            "three"
+        )
     tokens, model_dim = hidden_states.shape
     experts, w2_rows, w2_columns = w2.shape
     packing = model_dim // w1.shape[-1] if w1.shape[-1] else 0
@@ -238,7 +244,11 @@ def request_of(
             f"w1 {tuple(w1.shape)} is neither inter_dim {inter_dim} nor twice that, or topk_ids "
             f"{tuple(topk_ids.shape)} are not of {tokens} tokens"
         )
+    if block_m is not None and block_m < 1:
+        raise ValueError(f"block_size_M is {block_m}, not a number of rows")
     w_dtype = weight_dtype(w1, quant_type)
+    if weight_dtype(w2, quant_type) != w_dtype:
+        raise ValueError(f"w1 is {w1.dtype}, w2 is {w2.dtype}")
     return MoeRequest(
         target=target,
         policy=Policy.from_env(),
