@@ -1,16 +1,22 @@
 """Pure decisions of the host side, by brute force where the domain allows it."""
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
+from aiter.jit.tables import Source
+from aiter.jit.tuned import FmoeTable, TunedRow
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.enum import GateMode
+from aiter.ops.flydsl.kernel_names import parse
 from aiter.ops.flydsl.kernels.mx_gemm import MxTile
 from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
+from aiter.ops.flydsl.moe.selection import select
 from aiter.ops.flydsl.moe.sizes import stage2_epilogue, stage2_groups
 from aiter.ops.flydsl.moe.tiers import get_padded_M, served_range
+from op_tests.moe.stage_names import request_for
 
 
 def test_served_ranges_partition_all_token_counts():
@@ -40,6 +46,28 @@ def test_rows_at_other_tokens_are_unreachable(token):
 
 def test_every_caller_field_declares_its_values():
     assert set(CALLER_DIMENSIONS) == {field.name for field in fields(CallerVariant)}
+
+
+@pytest.mark.parametrize("name", ["flydsl_moe1_afp4_wfp4_bf16_t32x128x128_w3", None])
+def test_padding_changes_no_code(name):
+    """Tuned rows do not say how much a caller pads, so what is built must serve any padding."""
+    request = request_for(parse(name or "flydsl_moe1_afp4_wfp4_bf16_t32x64x256"), 3072, 3072)
+    row = TunedRow(
+        key=request.tuned_key(),
+        block_m=32,
+        ksplit=0,
+        run_1stage=False,
+        kernel1=name or "",
+        kernel2="flydsl_moe2_afp4_wfp4_bf16_t32x128x128_reduce",
+        us=None,
+        tag="",
+        source=Source(Path("tuned.csv"), 2),
+    )
+    tables = FmoeTable((row,) if name else (), (), ())
+    plan = select(request, tables)
+    assert (plan.source is not None) == (name is not None)
+    padded = replace(request, hidden_pad=192, intermediate_pad=192)
+    assert select(padded, tables) == plan
 
 
 def test_labels_tell_variants_apart():

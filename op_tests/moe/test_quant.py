@@ -42,8 +42,8 @@ def test_a_token_is_quantised_once_and_scaled_at_each_of_its_rows(emulate, fmt, 
     q = torch.zeros_like(want.data)
     scale = torch.full((scale_words(capacity, columns),), 0x01010101, dtype=torch.int32)
     emulate("gfx950")
-    key = QuantKey(columns, fmt, topk, columns)
-    _run_compiled(build_quant_rows(key), q, scale, x, rows, tokens, None)
+    key = QuantKey(columns, fmt, topk)
+    _run_compiled(build_quant_rows(key), q, scale, x, rows, tokens, columns, None)
 
     assert torch.equal(q, want.data)
     natural = torch.ones(capacity, columns // 32, dtype=torch.uint8)
@@ -62,7 +62,7 @@ def test_only_the_rows_in_use_are_quantised(emulate, fmt):
     scale = torch.zeros(scale_words(64, 384), dtype=torch.int32)
     used = torch.tensor([32, 0], dtype=torch.int32)
     emulate("gfx950")
-    _run_compiled(build_quant_rows(QuantKey(384, fmt, None, 384)), q, scale, x, used, 64, None)
+    _run_compiled(build_quant_rows(QuantKey(384, fmt, None)), q, scale, x, used, 64, 384, None)
     assert torch.equal(q[:32], want.data[:32])
     assert (q[32:] == 0).all()
     for row in (0, 1, 31):
@@ -80,7 +80,7 @@ def test_a_block_that_is_not_finite_gets_the_nan_scale(emulate, value):
     emulate("gfx950")
     q = torch.zeros(1, 256, dtype=torch.uint8)
     rows = torch.zeros(1, dtype=torch.int32)
-    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1, 256)), q, scale, x, rows, 1, None)
+    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1)), q, scale, x, rows, 1, 256, None)
     row = scale.view(torch.uint8)[places_of(0, 32, 256)]
     assert sorted(row.tolist()).count(255) == 1
     assert set(row.tolist()) == {255, mx_quantise(torch.ones(1, 32), "fp8").scale.item()}
@@ -116,6 +116,6 @@ def test_padding_columns_count_as_zero(emulate):
     scale = torch.zeros(scale_words(32, 256), dtype=torch.int32)
     rows = torch.zeros(1, dtype=torch.int32)
     emulate("gfx950")
-    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1, 250)), q, scale, x, rows, 1, None)
+    _run_compiled(build_quant_rows(QuantKey(256, "fp8", 1)), q, scale, x, rows, 1, 250, None)
     assert (q[0, 250:] == 0).all()
     assert 255 not in scale.view(torch.uint8)[places_of(0, 32, 256)].tolist()

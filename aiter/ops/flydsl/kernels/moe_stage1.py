@@ -66,10 +66,14 @@ class Stage1Key:
     weighted: bool  # multiply by the route's weight here and not in stage 2
     requant: str | None  # "fp8" | "fp4" | None for bf16
     k_batch: int
-    steps: int  # K steps of one wave; fewer than model_dim has where its end is padding
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
     waves_per_eu: int | None
+
+    @property
+    def steps(self) -> int:
+        """K steps of one wave."""
+        return self.model_dim // (self.tile.tile_k * self.tile.k_waves * self.k_batch)
 
     @property
     def apart(self) -> bool:

@@ -67,10 +67,14 @@ class Stage2Key:
     epilogue: str  # "atomic" | "reduce"
     bias: bool
     weighted: bool
-    steps: int  # K steps; fewer than inter_dim has where its end is padding
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
     waves_per_eu: int | None
+
+    @property
+    def steps(self) -> int:
+        """K steps."""
+        return self.inter_dim // self.tile.tile_k
 
     @property
     def n_blocks(self) -> int:

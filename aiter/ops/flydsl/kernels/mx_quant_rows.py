@@ -5,6 +5,7 @@
 "routes": rows are tokens. A token is quantised once and its scales are stored for each of its
 sorted rows, `route_rows[token * topk + slot]`.
 "rows": rows are sorted rows of stage 1's output, up to `num_valid[0]`.
+Columns from `used` on are padding and count as zero, whatever they hold.
 
     x        (rows, columns) bf16
     q        (rows, columns) fp8 or fp4
@@ -46,7 +47,6 @@ class QuantKey:
     columns: int
     fmt: str  # "fp8" | "fp4"
     topk: int | None  # "routes" with that many slots a token; None for "rows"
-    valid: int  # columns from here on are padding and count as zero
 
     def __post_init__(self) -> None:
         if self.columns % (ELEMENTS * _QUAD):
@@ -59,13 +59,20 @@ class QuantKey:
 
 @kernel_builder
 def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
-    """Launcher (q, scale, x, rows_of, rows, stream): `rows_of` is route_rows or num_valid, `rows`
-    the number of tokens or the capacity in sorted rows."""
+    """Launcher (q, scale, x, rows_of, rows, used, stream): `rows_of` is route_rows or num_valid,
+    `rows` the number of tokens or the capacity in sorted rows, `used` a number of columns."""
     row_bytes = FORMATS[key.fmt].row_bytes(key.columns)
     scale_row = scale_row_words(key.columns)
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
-    def mx_quant_rows(q: fx.Int64, scale: fx.Int64, x: fx.Int64, rows_of: fx.Int64, rows: fx.Int32):
+    def mx_quant_rows(
+        q: fx.Int64,
+        scale: fx.Int64,
+        x: fx.Int64,
+        rows_of: fx.Int64,
+        rows: fx.Int32,
+        used: fx.Int32,
+    ):
         row = fx.Int32(fx.block_idx.x)
         bound = rows
         if fx.const_expr(key.topk is None):
@@ -84,7 +91,7 @@ def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
                 ]
             # A route that another rank serves has no row: -1.
             scales = global_pointer(fx.Uint8, scale)
-            _quantise(key, source, target, scales, scale_rows, scale_row)
+            _quantise(key, used, source, target, scales, scale_rows, scale_row)
 
     @flyc.jit
     def launch_mx_quant_rows(
@@ -93,9 +100,10 @@ def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
         x: fx.Int64,
         rows_of: fx.Int64,
         rows: fx.Int32,
+        used: fx.Int32,
         stream: fx.Stream,
     ):
-        mx_quant_rows(q, scale, x, rows_of, rows).launch(
+        mx_quant_rows(q, scale, x, rows_of, rows, used).launch(
             grid=(rows, 1, 1), block=(key.threads, 1, 1), stream=stream
         )
 
@@ -105,6 +113,7 @@ def build_quant_rows(key: QuantKey) -> flyc.JitFunction:
 @traced
 def _quantise(
     key: QuantKey,
+    used: fx.Int32,
     source: fx.Pointer,
     target: fx.Pointer,
     scales: fx.Pointer,
@@ -117,13 +126,10 @@ def _quantise(
         raw = fx.make_rmem_tensor(CHUNK, fx.Uint8)
         fx.copy(load, fx.make_view(source + chunk * CHUNK, fx.make_layout(CHUNK, 1)), raw)
         values = raw.load().bitcast(fx.BFloat16).to(fx.Float32)
-        values = [values[i] for i in range(ELEMENTS)]
-        if fx.const_expr(key.valid < key.columns):
-            first = chunk * ELEMENTS
-            values = [
-                fx.Float32((first + i < key.valid).select(values[i], fx.Float32(0.0)))
-                for i in range(ELEMENTS)
-            ]
+        left = used - chunk * ELEMENTS
+        values = [
+            fx.Float32((left > i).select(values[i], fx.Float32(0.0))) for i in range(ELEMENTS)
+        ]
         store_eight(values, key.fmt, chunk, target, scales, scale_rows, scale_row)
 
 

@@ -55,7 +55,14 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scala
     quantised = _bytes(tokens, FORMATS[plan.quant.fmt].row_bytes(request.model_dim), device)
     scale = _scales(plan.capacity, request.model_dim, device)
     _run_compiled(
-        build_quant_rows(plan.quant), quantised, scale, x, routes.route_rows, tokens, stream
+        build_quant_rows(plan.quant),
+        quantised,
+        scale,
+        x,
+        routes.route_rows,
+        tokens,
+        request.model_dim - request.hidden_pad,
+        stream,
     )
     hidden = _bytes(plan.capacity, stage1.out_row_bytes, device)
     hidden_scale = _scales(plan.capacity, request.inter_dim, device)
@@ -106,6 +113,7 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scala
             hidden,
             routes.num_valid,
             plan.capacity,
+            request.inter_dim - request.intermediate_pad,
             stream,
         )
         hidden = rows

@@ -163,24 +163,10 @@ def _plan(
     grid = stage2_name(name2)
     return Plan(
         sort=tuple(_sort_keys(request, block_m, zero=not reduced)),
-        quant=QuantKey(
-            columns=request.model_dim,
-            fmt=stage1.tile.a_format,
-            topk=request.topk,
-            valid=request.model_dim - request.hidden_pad,
-        ),
+        quant=QuantKey(request.model_dim, stage1.tile.a_format, request.topk),
         stage1=stage1,
         activate=activate,
-        requant=(
-            None
-            if quantised
-            else QuantKey(
-                columns=request.inter_dim,
-                fmt=a_format,
-                topk=None,
-                valid=request.inter_dim - request.intermediate_pad,
-            )
-        ),
+        requant=None if quantised else QuantKey(request.inter_dim, a_format, None),
         stage2=stage2,
         reduce=(
             ReduceKey(request.model_dim, request.topk, masked=request.caller.expert_parallel)

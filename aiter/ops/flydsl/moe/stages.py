@@ -176,16 +176,6 @@ def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
     return waves
 
 
-def _steps(dim: int, pad: int, tile_k: int, parts: int) -> int:
-    """K steps of each of `parts` that share `dim`; steps of padding only are left out."""
-    needed = -(-(dim - pad) // tile_k)
-    if dim % (tile_k * parts):
-        raise NotImplementedError(
-            f"{dim} does not split into {parts} parts of whole steps of {tile_k}"
-        )
-    return -(-needed // parts)
-
-
 def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage1Key:
     """The build key of stage 1 with the parameters of a name and sort blocks of `block_m`."""
     name = stage1_name(any_name, request)
@@ -207,6 +197,12 @@ def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         raise NotImplementedError(
             f"tile {name.tile_m}x{columns} does not divide blocks of {block_m} rows by "
             f"inter_dim {request.inter_dim}"
+        )
+    parts = name.k_wave * name.k_batch
+    if request.model_dim % (name.tile_k * parts):
+        raise NotImplementedError(
+            f"model_dim {request.model_dim} does not split into {parts} parts of whole steps of "
+            f"{name.tile_k}"
         )
     rows = columns if apart else 2 * columns
     a_row_bytes = FORMATS[name.a_dtype].row_bytes(name.tile_k)
@@ -231,9 +227,6 @@ def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         weighted=request.doweight_stage1 and not split,
         requant=None if split else name.requant,
         k_batch=name.k_batch,
-        steps=_steps(
-            request.model_dim, request.hidden_pad, name.tile_k, name.k_wave * name.k_batch
-        ),
         w_cache=name.b_nt,
         xcd_group=name.xcd_swizzle,
         waves_per_eu=tile.waves_per_eu(name.waves_per_eu),
@@ -290,7 +283,6 @@ def stage2_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         epilogue=epilogue,
         bias=request.caller.bias == "both",
         weighted=not request.doweight_stage1,
-        steps=_steps(request.inter_dim, request.intermediate_pad, tile_k, 1),
         w_cache=name.b_nt,
         xcd_group=name.xcd_swizzle,
         waves_per_eu=tile.waves_per_eu(name.waves_per_eu),
