@@ -243,6 +243,20 @@ GPTOSS_SWIGLU_MXFP4_BF16_BOUND = _int(
     affects_code=True,
 )
 
+# Mono decode runners (atom.mono)
+ATOM_MONO_ENABLE = _flag("ATOM_MONO_ENABLE", True, "decode steps may take the mono runners")
+ATOM_MONO_DEBUG = _flag(
+    "ATOM_MONO_DEBUG", False, "mono kernels give up waits, and the step says who was missing"
+)
+ATOM_MONO_TIMELINE = _flag(
+    "ATOM_MONO_TIMELINE", False, "mono kernels note when each workgroup enters a stage"
+)
+ATOM_MONO_CHECK = _flag(
+    "ATOM_MONO_CHECK",
+    False,
+    "mono runners check their kernels' hand-offs and that ranks agree bit for bit",
+)
+
 
 # ---------------------------------------------------------------- reading and changing as a whole
 

@@ -59,6 +59,21 @@ def build_pair(key: Key) -> JitFunction:
     return launch_pair
 
 
+@kernel_builder
+def build_trailing(key: Key) -> JitFunction:
+    """A parameter behind the stream, with a default."""
+
+    @flyc.kernel
+    def trailing_kernel(x: fx.Int64, n: fx.Int32, cache_args: fx.Int64):
+        pass
+
+    @flyc.jit
+    def launch_trailing(x: fx.Int64, n: fx.Int32, stream: fx.Stream, cache_args: fx.Int64 = 0):
+        trailing_kernel(x, n, cache_args).launch(grid=(n, 1, 1), block=(64, 1, 1), stream=stream)
+
+    return launch_trailing
+
+
 def make_tensors() -> JitFunction:
     """A vector and a matrix as tensors; a launcher that no builder made."""
 

@@ -14,7 +14,7 @@ from flydsl.compiler.jit_function import JitFunction
 from aiter.jit.utils.flydsl_private import runtime_library
 from aiter.jit.utils.toolkit import toolkit_env
 from aiter.ops.flydsl.kernels.tensor_shim import DriverError, _run_compiled, intercepted
-from op_tests.dispatch.kernels import BREAKS, Key, build_mixed, build_pair
+from op_tests.dispatch.kernels import BREAKS, Key, build_mixed, build_pair, build_trailing
 from op_tests.hip_stub import Driver, HipStub, Launched
 
 pytestmark = pytest.mark.compile
@@ -314,3 +314,33 @@ def test_missing_surplus_and_keyword_arguments_are_named_before_a_launch(
         "launch_mixed takes positional arguments only (out, x, n, scale, stream), not stream=5",
     ]
     assert launches == warm
+
+
+def parameter_behind_the_stream(driver: Driver) -> tuple[list[Launched], list[str], int]:
+    launcher, messages = build_trailing(Key()), []
+    _compile_only(True)
+    _run_compiled(launcher, 0x10, 1, 0x70, 0x20)
+    _compile_only(False)
+    for warm in (False, True):
+        for wrong in ((0x10, 1, 0x70), (0x10, 1, 0x20, "cache")):
+            try:
+                _run_compiled(launcher, *wrong)
+            except TypeError as error:
+                messages.append(str(error))
+        if not warm:
+            assert driver.launches() == []
+            _run_compiled(launcher, 0x10, 1, 0x70, 0x20)
+    _run_compiled(launcher, 0x11, 2, 0x71, 0x21)
+    return driver.launches(), messages, driver.count("hipModuleLoadData")
+
+
+def test_parameters_may_stand_behind_the_stream_and_are_given_too(hip_stub: HipStub):
+    launches, messages, loads = hip_stub.run(parameter_behind_the_stream)
+    assert [launch.ints() for launch in launches] == [(0x10, 1, 0x20), (0x11, 2, 0x21)]
+    assert [launch.stream for launch in launches] == [0x70, 0x71]
+    assert loads == 1
+    takes = "launch_trailing takes 4 arguments (x, n, stream, cache_args), got 3: "
+    assert messages == 2 * [
+        takes + "argument 3 (cache_args) is missing",
+        "launch_trailing: argument 3 (cache_args) is 'cache', not an integer",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from .code import Decoder, Run, handles, poison_value, zero_value
@@ -367,3 +369,14 @@ def wave_id(d: Decoder, inst: Inst) -> Run:
 @handles("rocdl.wavefrontsize", "llvm.amdgcn.wavefrontsize")
 def wave_size(d: Decoder, inst: Inst) -> None:
     d.template[inst.results[0]] = np.array([d.width], np.int32)
+
+
+@handles("llvm.amdgcn.s.memrealtime")
+def clock(d: Decoder, inst: Inst) -> Run:
+    """The 100 MHz clock of the device: here the host's."""
+    r = inst.results[0]
+
+    def run(v: list, s: object) -> None:
+        v[r] = np.array([time.perf_counter_ns() // 10], np.int64)
+
+    return run

@@ -12,4 +12,6 @@ step_begin   the launch that zeroes and fences it
 stream       the stream that launches go to
 deployment   reasons why a deployment cannot run mono kernels
 debug        who is missing when a wait was given up
+timeline     when the workgroups of a step entered each stage
+compare      whether the ranks' results are one
 """

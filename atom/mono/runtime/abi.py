@@ -4,17 +4,16 @@ A kernel takes addresses, counts and bit patterns, up to a hundred of them; a wr
 error but garbage. So the names are declared once (`KernelAbi`), the kernel and its launcher are
 checked against them when they are built, and arguments are packed by name.
 
-Packing by name costs a dictionary, which a step cannot afford 64 times. `StepPack` does it once:
-some names are bound when a runner is made, the rest come fresh with every step, and a launch
-brings both into order in one C call.
+Packing by name costs a dictionary, which a step cannot afford 64 times. So parameters that a step
+brings stand behind those that are bound when a runner is made: those are packed once (`bind`),
+and a launch joins two tuples.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 STREAM = "stream"
@@ -22,14 +21,24 @@ STREAM = "stream"
 
 @dataclass(frozen=True)
 class KernelAbi:
-    """The parameters of a kernel in order; its launcher has `stream` behind them."""
+    """The parameters of a kernel in order; its launcher has `stream` behind `names`.
+
+    `step` are the last of `names`, those that a step brings. `keyword_names` come behind the
+    stream in a launcher, which may give them defaults; a launch through `_run_compiled` gives all
+    of them, by position: `_run_compiled(launcher, *packed, stream, *keyword_values)`.
+    """
 
     names: tuple[str, ...]
+    step: tuple[str, ...] = ()
+    keyword_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice or STREAM in self.names:
+        every = (*self.names, *self.keyword_names)
+        twice = sorted({name for name in every if every.count(name) > 1})
+        if twice or STREAM in every:
             raise ValueError(f"not the parameters of a kernel: {', '.join(twice) or STREAM}")
+        if self.names[len(self.names) - len(self.step) :] != self.step:
+            raise ValueError(f"a step's parameters {self.step} are not the last of {self.names}")
 
     def check(self, kernel: Any, launcher: Any) -> None:
         """Raise TypeError unless `kernel` and `launcher` have exactly these parameters, in order.
@@ -37,54 +46,34 @@ class KernelAbi:
         They are FlyDSL's own objects, the kernel as `@flyc.kernel` and the launcher as `@flyc.jit`
         made them.
         """
-        _same("kernel", kernel, self.names)
+        _same("kernel", kernel, (*self.names, *self.keyword_names))
         self.check_launcher(launcher)
 
     def check_launcher(self, launcher: Any) -> None:
         """The same for the launcher alone."""
-        _same("launcher", launcher, (*self.names, STREAM))
+        _same("launcher", launcher, (*self.names, STREAM, *self.keyword_names))
 
-    def pack(self, values: Mapping[str, Any]) -> list[Any]:
-        """`values` in order. Raises TypeError unless exactly the declared names are given."""
-        missing = [name for name in self.names if name not in values]
-        unexpected = [name for name in values if name not in self.names]
-        if missing or unexpected:
-            raise TypeError(
-                f"ABI mismatch: missing [{', '.join(missing)}], "
-                f"unexpected [{', '.join(unexpected)}]"
-            )
-        return [values[name] for name in self.names]
-
-    def zeros(self) -> list[int]:
-        """Arguments that name no memory, for compiling."""
-        return [0] * len(self.names)
-
-
-class StepPack:
-    """Arguments of which some are bound once and the others come with every step.
-
-        pack = StepPack(abi, step=("hidden", "positions"))
-        bound = pack.bind({"weight": ..., "eps": ...})
-        _run_compiled(launcher, *pack.order((*bound, hidden, positions)), stream)
-
-    `step` names the fresh ones, in the order in which a step gives them; names among them that
-    this ABI does not have are passed over, so that all launchers of a step share one tuple.
-    `order` brings what `bind` returned, followed by a step's values, into the launcher's order.
-    """
-
-    def __init__(self, abi: KernelAbi, step: Sequence[str]) -> None:
-        self.abi = abi
-        self.bound = tuple(name for name in abi.names if name not in step)
-        given = (*self.bound, *step)
-        places = [given.index(name) for name in abi.names]
-        # Of a single place itemgetter makes a bare value.
-        self.order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = (
-            itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
-        )
+    def pack(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """`values` in order. Raises TypeError unless exactly `names` are given."""
+        return _packed(self.names, values)
 
     def bind(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The bound arguments. Raises TypeError unless exactly those names are given."""
-        return tuple(KernelAbi(self.bound).pack(values))
+        """The arguments before those of a step. Raises TypeError unless exactly those are given."""
+        return _packed(self.names[: len(self.names) - len(self.step)], values)
+
+    def zeros(self) -> tuple[int, ...]:
+        """Arguments that name no memory, one for each of `names`."""
+        return (0,) * len(self.names)
+
+
+def _packed(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[Any, ...]:
+    missing = [name for name in names if name not in values]
+    unexpected = [name for name in values if name not in names]
+    if missing or unexpected:
+        raise TypeError(
+            f"ABI mismatch: missing [{', '.join(missing)}], unexpected [{', '.join(unexpected)}]"
+        )
+    return tuple(values[name] for name in names)
 
 
 def _same(what: str, made: Any, names: tuple[str, ...]) -> None:

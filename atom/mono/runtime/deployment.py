@@ -24,7 +24,7 @@ class Deployment:
     pipeline_parallel: int = 1
     data_parallel_attention: int = 1
     expert_parallel: int = 1
-    kv_dtype: str = "bf16"
+    kv_dtype: str = "fp8"
     page: int = 128
     context: int = 1 << 20
     lora: bool = False

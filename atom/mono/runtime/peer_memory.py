@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -36,37 +37,51 @@ class PeerAllocator(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PeerPart:
+    """The last `bytes` bytes of data of every rank's buffer, up to the fence.
+
+    `addresses` is an int64 tensor with where they start on each rank, for kernels.
+    """
+
+    addresses: torch.Tensor
+    bytes: int
+    rank: int
+
+
 class PeerBuffer:
     """`bytes` bytes of data on every rank, with the fence's epochs behind them.
 
-    `bytes` is rounded up to what step-begin zeroes at once. `addresses` is an int64 tensor on
-    `device` with one address a rank, for kernels.
+    `bytes` is rounded up to what step-begin zeroes at once. Kernels are given a `part` of it.
     """
 
     def __init__(self, allocator: PeerAllocator, nbytes: int, device: torch.device) -> None:
         if allocator.npes > FENCE_SLOTS:
             raise MonoUnsupported(f"a fence holds {FENCE_SLOTS} ranks, not {allocator.npes}")
         self.bytes = round_up(nbytes, ZERO_ALIGN)
-        self.rank, self.npes = allocator.rank, allocator.npes
+        self.rank, self.npes, self.device = allocator.rank, allocator.npes, device
         self._allocator = allocator
         self._addresses: tuple[int, ...] | None = allocator.allocate(self.bytes + FENCE_BYTES)
-        self.addresses = torch.tensor(self._addresses, dtype=torch.int64, device=device)
 
     @property
-    def own(self) -> int:
-        """The address of this rank's buffer. Raises RuntimeError once closed."""
+    def addresses(self) -> tuple[int, ...]:
+        """The buffers' addresses in rank order. Raises RuntimeError once closed."""
         if self._addresses is None:
             raise RuntimeError("the peer buffer is closed")
-        return self._addresses[self.rank]
+        return self._addresses
 
-    @property
-    def fence_offset(self) -> int:
-        """Where in each rank's buffer the fence's epochs start, in bytes."""
-        return self.bytes
+    def part(self, nbytes: int) -> PeerPart:
+        """`nbytes` of the data, which end at the fence wherever they begin.
 
-    def kernel_args(self) -> dict[str, int]:
-        """What layer kernels are bound to: own buffer, table of all ranks' buffers, own rank."""
-        return {"sym": self.own, "peers": self.addresses.data_ptr(), "rank": self.rank}
+        So all parts have the one fence, and a narrow step zeroes no more than it uses. Raises
+        ValueError for more bytes than there are.
+        """
+        used = round_up(nbytes, ZERO_ALIGN)
+        if used > self.bytes:
+            raise ValueError(f"{nbytes} bytes of a peer buffer of {self.bytes}")
+        starts = [address + self.bytes - used for address in self.addresses]
+        table = torch.tensor(starts, dtype=torch.int64, device=self.device)
+        return PeerPart(table, used, self.rank)
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No kernel may be using it."""

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from aiter import env
+
 from .consensus import MonoUnsupported
 from .stream import capturing
 
@@ -38,12 +40,15 @@ class LazyRunner(Generic[R]):
     def __init__(self, create: Callable[[], R], what: str) -> None:
         self._create, self._what = create, what
         self._runner: R | None = None
-        self._enabled = True
+        self._enabled = env.ATOM_MONO_ENABLE.get()
         self._lock = threading.Lock()
+        if not self._enabled:
+            logger.info("%s is not used: %s is 0", what, env.ATOM_MONO_ENABLE.name)
 
     @property
     def enabled(self) -> bool:
-        """False for good once making the runner was refused or failed."""
+        """False for good with ATOM_MONO_ENABLE=0, and once making the runner was refused or
+        failed."""
         return self._enabled
 
     @property

@@ -85,6 +85,11 @@ class WidthBuilds(Generic[B]):
             return None
         return built
 
+    @property
+    def built(self) -> list[B]:
+        """The builds there are."""
+        return list(self._built.values())
+
     def __contains__(self, rows: int) -> bool:
         return rows in self._built
 

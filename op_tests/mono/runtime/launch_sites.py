@@ -84,17 +84,19 @@ def _launchers(tree: ast.AST, made_by: set[str]) -> set[str]:
     return found - {""}
 
 
+def _is_stream(node: ast.AST) -> bool:
+    is_none = isinstance(node, ast.Constant) and node.value is None
+    return is_none or _last(node) in STREAM_NAMES
+
+
 def _wrong(call: ast.Call, launchers: set[str], made_by: set[str]) -> str:
     name = _last(call.func)
     if name == "_run_compiled":
         if call.keywords:
             return "_run_compiled with keywords"
-        last = call.args[-1] if call.args else None
-        if not (isinstance(last, ast.Constant) and last.value is None) and (
-            _last(last) not in STREAM_NAMES and not isinstance(last, ast.Starred)
-        ):
-            return "_run_compiled without the stream last"
-        return ""
+        # Packed arguments may hold it; parameters behind it stand there by name.
+        packed = bool(call.args) and isinstance(call.args[-1], ast.Starred)
+        return "" if packed or any(map(_is_stream, call.args[1:])) else "_run_compiled, no stream"
     if isinstance(call.func, ast.Call) and _last(call.func.func) in made_by:
         return f"calls what {_last(call.func.func)} returns"
     if name in launchers:

@@ -61,21 +61,23 @@ def build_dense_pre(key: DensePreBuild) -> JitFunction:
 
     @flyc.jit
     def launch_dense_pre(
-        h_in: fx.Int64,
         norm_w: fx.Int64,
         qkv_w: fx.Int64,
         qkv_s: fx.Int64,
         q_norm_w: fx.Int64,
         k_norm_w: fx.Int64,
         cos_sin: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
         k_cache: fx.Int64,
         v_cache: fx.Int64,
+        cache_scales: fx.Int64,
         q_out: fx.Int64,
         scratch: fx.Int64,
         layer: fx.Int32,
         diag: fx.Int64,
+        stamps: fx.Int64,
+        h_in: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
         stream: fx.Stream,
     ):
         dense_pre(q_out, layer).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
@@ -94,7 +96,6 @@ def build_dense_post(key: DensePostBuild) -> JitFunction:
 
     @flyc.jit
     def launch_dense_post(
-        h_in: fx.Int64,
         attn_in: fx.Int64,
         o_w: fx.Int64,
         o_s: fx.Int64,
@@ -103,12 +104,14 @@ def build_dense_post(key: DensePostBuild) -> JitFunction:
         gate_up_s: fx.Int64,
         down_w: fx.Int64,
         down_s: fx.Int64,
-        h_out: fx.Int64,
         scratch: fx.Int64,
         peers: fx.Int64,
         rank: fx.Int32,
         layer: fx.Int32,
         diag: fx.Int64,
+        stamps: fx.Int64,
+        h_out: fx.Int64,
+        h_in: fx.Int64,
         stream: fx.Stream,
     ):
         dense_post(h_out, h_in, attn_in).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
@@ -136,7 +139,6 @@ def build_sparse(key: SparseBuild) -> JitFunction:
 
     @flyc.jit
     def launch_sparse(
-        h_in: fx.Int64,
         norm1_w: fx.Int64,
         qkv_w: fx.Int64,
         qkv_s: fx.Int64,
@@ -145,12 +147,10 @@ def build_sparse(key: SparseBuild) -> JitFunction:
         iq_norm_w: fx.Int64,
         ik_norm_w: fx.Int64,
         cos_sin: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
         k_cache: fx.Int64,
         v_cache: fx.Int64,
         index_cache: fx.Int64,
-        block_table: fx.Int64,
+        cache_scales: fx.Int64,
         selection: fx.Int64,
         o_w: fx.Int64,
         o_s: fx.Int64,
@@ -161,13 +161,18 @@ def build_sparse(key: SparseBuild) -> JitFunction:
         gate_up_s: fx.Int64,
         down_w: fx.Int64,
         down_s: fx.Int64,
-        h_out: fx.Int64,
         scratch: fx.Int64,
         peers: fx.Int64,
         rank: fx.Int32,
         layer: fx.Int32,
-        table_stride: fx.Int32,
         diag: fx.Int64,
+        stamps: fx.Int64,
+        h_out: fx.Int64,
+        h_in: fx.Int64,
+        positions: fx.Int64,
+        slots: fx.Int64,
+        block_table: fx.Int64,
+        table_stride: fx.Int32,
         stream: fx.Stream,
     ):
         sparse_layer(h_out, h_in, positions, slots, block_table, qkv_w, layer, table_stride).launch(
@@ -194,7 +199,7 @@ def zeros(expected: dict) -> dict[str, torch.Tensor]:
         tensor = (
             torch.zeros(want.shape, dtype=torch.uint8).view(dtype)
             if (dtype.itemsize == 1)
-            else torch.zeros(want.shape, dtype=dtype)
+            else torch.full(want.shape, int(want.positive), dtype=dtype)
         )
         if want.shuffled:
             tensor.is_shuffled = True
@@ -222,7 +227,9 @@ def copy_attention(layer: int, q: torch.Tensor, step: Step, out: torch.Tensor) -
 
 def deployment_of(config: Config) -> Deployment:
     """One that `config` serves."""
-    return Deployment(Target.of("gfx950"), config.tp, context=config.context)
+    return Deployment(
+        Target.of("gfx950"), config.tp, kv_dtype=config.kv_format, context=config.context
+    )
 
 
 def make_runner(
@@ -261,7 +268,10 @@ def words_of(hidden: torch.Tensor) -> torch.Tensor:
 def allow(emulator: Emulator, runner: MiniMaxM3Runner, *steps: Step) -> None:
     """Let emulated kernels reach what `runner` and `steps` give them by address."""
     b = runner._buffers
-    held = [*b.residual, b.q, b.attn, b.selection, b.scratch, runner._peers.addresses]
+    held = [*b.residual, *b.aux.values(), b.q, b.attn, b.selection, b.scratch]
+    for width in runner._widths.built:
+        held += [width.begin.peers.addresses]
+        held += [] if width.timeline is None else [width.timeline.stamps]
     held += [runner._mailboxes.state, *([] if b.diag is None else [b.diag])]
     held += [runner._bound.held, *(t for layer in runner._bound.layers for t in layer.held)]
     for step in steps:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atom.mono.runtime.abi import KernelAbi, StepPack
+from atom.mono.runtime.abi import KernelAbi
 from op_tests.mono.runtime.kernels import COPY_ABI, CopyKey, build_copy, kernel_in
 
 ABI = KernelAbi(("out", "x", "rows"))
@@ -54,8 +54,8 @@ def test_what_is_not_a_kernel_object_is_refused():
 
 
 def test_values_are_packed_in_the_declared_order():
-    assert ABI.pack({"rows": 3, "out": 1, "x": 2}) == [1, 2, 3]
-    assert ABI.zeros() == [0, 0, 0]
+    assert ABI.pack({"rows": 3, "out": 1, "x": 2}) == (1, 2, 3)
+    assert ABI.zeros() == (0, 0, 0)
 
 
 def test_packing_names_what_is_missing_and_what_is_unexpected():
@@ -68,20 +68,28 @@ def test_packing_names_what_is_missing_and_what_is_unexpected():
 def test_names_that_cannot_be_an_abi_are_refused(names: tuple[str, ...]):
     with pytest.raises(ValueError, match=names[-1]):
         KernelAbi(names)
+    with pytest.raises(ValueError, match=names[-1]):
+        KernelAbi(names[:-1], keyword_names=names[-1:])
 
 
-def test_a_steps_values_fall_between_the_bound_ones_in_abi_order():
-    pack = StepPack(KernelAbi(("w", "h", "eps", "pos")), step=("pos", "h", "of_another_launcher"))
-    bound = pack.bind({"eps": 30, "w": 10})
-    assert pack.order((*bound, 40, 20, 99)) == (10, 20, 30, 40)
-    assert pack.order((*bound, 41, 21, 98)) == (10, 21, 30, 41)
+def test_parameters_behind_the_stream_are_checked_but_not_packed():
+    abi = KernelAbi(("out", "x"), keyword_names=("cache_args",))
+    taken = lambda out, x, cache_args: 0
+    abi.check(_kernel(taken), _launcher(lambda out, x, stream, cache_args=0: 0))
+    assert (abi.pack({"x": 2, "out": 1}), abi.zeros()) == ((1, 2), (0, 0))
+    with pytest.raises(TypeError, match="parameter 2 is cache_args, declared is stream"):
+        abi.check(_kernel(taken), _launcher(lambda out, x, cache_args, stream: 0))
+    with pytest.raises(TypeError, match="unexpected \\[cache_args\\]"):
+        abi.pack({"x": 2, "out": 1, "cache_args": 3})
 
 
-def test_a_pack_of_one_name_is_still_a_tuple():
-    assert StepPack(KernelAbi(("h",)), step=("h",)).order((7,)) == (7,)
+def test_binding_takes_exactly_the_names_that_a_step_does_not_bring():
+    abi = KernelAbi(("w", "eps", "h", "pos"), step=("h", "pos"))
+    assert abi.bind({"eps": 30, "w": 10}) == (10, 30)
+    with pytest.raises(TypeError, match=r"missing \[eps\], unexpected \[h\]"):
+        abi.bind({"w": 10, "h": 2})
 
 
-def test_binding_takes_exactly_the_names_that_are_not_fresh():
-    pack = StepPack(ABI, step=("x",))
-    with pytest.raises(TypeError, match=r"missing \[rows\], unexpected \[x\]"):
-        pack.bind({"out": 1, "x": 2})
+def test_what_a_step_brings_must_come_last():
+    with pytest.raises(ValueError, match="are not the last of"):
+        KernelAbi(("h", "w"), step=("h",))

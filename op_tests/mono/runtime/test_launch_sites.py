@@ -1,4 +1,4 @@
-"""Every launch of `atom` and `aiter` goes through `_run_compiled`, positional, stream last."""
+"""Every launch of `atom` and `aiter` goes through `_run_compiled`, positional, stream included."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def test_each_other_way_is_found(tmp_path: Path, code: str):
         "_run_compiled(build_scale(key), 1, None)",
         "_run_compiled(kernels.pre, *order(bound + fresh), stream)",
         "_run_compiled(launcher, *args)",
+        "_run_compiled(launcher, *pack, stream, cache_args)",
         "go = build_scale(key)\ncompile_artifact(go)",
         "flyc.compile[hints](go)",
     ],

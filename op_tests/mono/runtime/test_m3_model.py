@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,11 +41,11 @@ CONFIG = Config(
     index_topk=3,
     max_blocks=8,
     eps=1e-5,
-    widths=(4,),
+    widths=(2, 4),
     blocks=2,
     polls=30,
 )
-SEED = 20
+SEED = 23
 CLOSE = 2e-2  # three layers of bf16 roundings; a wrong element of a row is far above it
 
 
@@ -52,10 +54,10 @@ def _layer_weights(config: Config) -> list[LayerWeights]:
     return [LayerWeights.random(DIMS, d, SEED + layer) for layer, d in enumerate(dense)]
 
 
-def _tensors(w: LayerWeights, layer: int, rank: int) -> Tensors:
+def _tensors(config: Config, w: LayerWeights, layer: int, rank: int) -> Tensors:
     """What a rank binds for a layer."""
-    indexed, dense = CONFIG.selects(layer), layer < CONFIG.dense_layers
-    fmt = CONFIG.dense_format if dense else CONFIG.expert_format
+    indexed, dense = config.selects(layer), layer < config.dense_layers
+    fmt = config.dense_format if dense else config.expert_format
     found = {
         "norm1_w": w.norm1,
         "norm2_w": w.norm2,
@@ -63,7 +65,7 @@ def _tensors(w: LayerWeights, layer: int, rank: int) -> Tensors:
     }
     if indexed:
         found |= dict(zip(("iq_norm_w", "ik_norm_w"), w.norms[2:], strict=True))
-    for name, stored in w.shard(CONFIG.tp, rank, indexed, CONFIG.attn_format, fmt).items():
+    for name, stored in w.shard(config.tp, rank, indexed, config.attn_format, fmt).items():
         if name == "router" and dense:
             continue
         found[f"{name}_w"] = stored.data
@@ -87,11 +89,12 @@ class Rank:
         self.caches = []
         for layer, held in enumerate(sequences):
             cache = {"k_cache": part(held.k), "v_cache": part(held.v)}
+            cache["cache_scales"] = held.scales
             if config.selects(layer):
                 cache["index_cache"] = held.index.clone()
             self.caches.append(cache)
         table = torch_m3.cos_sin_table(POSITIONS, DIMS.rotary)
-        layers = [_tensors(w, layer, rank) for layer, w in enumerate(weights)]
+        layers = [_tensors(config, w, layer, rank) for layer, w in enumerate(weights)]
         self.runner = MiniMaxM3Runner(
             config,
             deployment_of(config),
@@ -107,13 +110,15 @@ class Rank:
     def attend(self, layer: int, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attention over everything, head by head."""
         k, v = self.caches[layer]["k_cache"], self.caches[layer]["v_cache"]
+        k_scale, v_scale, _ = self.caches[layer]["cache_scales"].tolist()
         group = DIMS.heads // DIMS.kv_heads
         heads, result = q.float().view(q.shape[0], -1, HEAD_DIM), out.view(q.shape[0], -1, HEAD_DIM)
         for token, position in enumerate(step.positions.tolist()):
             pages = step.block_table[token]
             for kv in range(k.shape[1]):
-                keys = torch_m3.paged_rows(k[:, kv], pages, position + 1)
-                values = torch_m3.paged_rows(v[:, kv].transpose(1, 2), pages, position + 1)
+                keys = torch_m3.paged_rows(k[:, kv], pages, position + 1, k_scale)
+                values = v[:, kv].transpose(1, 2)
+                values = torch_m3.paged_rows(values, pages, position + 1, v_scale)
                 blocks = list(range(-(-keys.shape[0] // PAGE)))
                 own = slice(kv * group, (kv + 1) * group)
                 scale = HEAD_DIM**-0.5
@@ -129,7 +134,10 @@ class Model:
         weights = _layer_weights(config)
         # One set of positions, caches of each layer's own.
         sequences = [
-            Sequences.random(DIMS, [3, 140, 600, 601], 8, seed) for seed in range(config.layers)
+            Sequences.random(
+                DIMS, [3, 140, 600, 601], 8, seed, (config.kv_format, config.index_format)
+            )
+            for seed in range(config.layers)
         ]
         for held in sequences[1:]:
             held.table, held.slots = sequences[0].table, sequences[0].slots
@@ -137,7 +145,7 @@ class Model:
         heap = InProcessHeap(config.tp, self.peer_memory.append)
         self.ranks = [Rank(config, r, heap, weights, sequences) for r in range(config.tp)]
         for rank in self.ranks:
-            assert rank.runner.prepare(4)
+            assert all(rank.runner.prepare(rows) for rows in config.widths)
         shape = LayerShape(DIMS, config.tp, 4, config.eps, config.blocks)
         sparse = SparseBuild(shape, index_topk=config.index_topk, max_blocks=config.max_blocks)
         table = torch_m3.cos_sin_table(POSITIONS, DIMS.rotary)
@@ -147,15 +155,16 @@ class Model:
             for w in weights
         ]
 
-    def step(self, seed: int, later: int) -> Step:
-        """Random rows at the sequences' positions and `later` more tokens."""
+    def step(self, seed: int, later: int, rows: int = 4) -> Step:
+        """Random rows at the last `rows` sequences' positions and `later` more tokens."""
         held = self.references[0].sequences
-        hidden = torch.randn(4, DIMS.hidden, generator=torch.Generator().manual_seed(seed))
-        positions = held.positions + later
-        page = held.table[torch.arange(4), positions.long() // PAGE]
+        hidden = torch.randn(rows, DIMS.hidden, generator=torch.Generator().manual_seed(seed))
+        positions, table = (held.positions + later)[-rows:], held.table[-rows:].clone()
+        page = table[torch.arange(rows), positions.long() // PAGE]
         slots = page * PAGE + positions % PAGE
-        slots[0] = -1
-        return Step(hidden.to(torch.bfloat16), positions, slots, held.table)
+        if rows == 4:
+            slots[0] = -1
+        return Step(hidden.to(torch.bfloat16), positions.clone(), slots, table)
 
     def allow(self, emu: Emulator, *steps: Step) -> None:
         for tensor in self.peer_memory:
@@ -167,7 +176,8 @@ class Model:
         """The residual stream after all layers, in torch."""
         h = step.hidden.float()
         for layer, (ref, w) in enumerate(zip(self.references, self.exact, strict=True)):
-            ref.sequences.positions, ref.sequences.slots = step.positions, step.slots
+            held = ref.sequences
+            held.positions, held.slots, held.table = step.positions, step.slots, step.block_table
             q, iq = ref.heads(w, h)
             if CONFIG.selects(layer):
                 ref.choose(iq)
@@ -187,7 +197,7 @@ def _require_match(results: list[torch.Tensor], want: torch.Tensor) -> None:
 @pytest.mark.slow
 def test_steps_of_two_ranks_match_torch_and_each_other_bit_for_bit(gfx950):
     model = Model()
-    steps = [model.step(7, later=0), model.step(8, later=1)]
+    steps = [model.step(7, later=0), model.step(8, later=1, rows=2), model.step(9, later=2)]
     with emulated("gfx950") as emu:
         model.allow(emu, *steps)
         for step in steps:
@@ -196,7 +206,7 @@ def test_steps_of_two_ranks_match_torch_and_each_other_bit_for_bit(gfx950):
 
 
 def test_a_dense_layer_matches_and_then_a_rank_that_does_not_come_is_named(gfx950):
-    model = Model(replace(CONFIG, debug=True, layers=1, reusing=frozenset()))
+    model = Model(replace(CONFIG, debug=True, layers=1, reusing=frozenset(), check=True))
     step = model.step(7, later=0)
     first = model.ranks[0].runner
     with emulated("gfx950") as emu:
@@ -211,3 +221,32 @@ def test_a_dense_layer_matches_and_then_a_rank_that_does_not_come_is_named(gfx95
     lines = str(error.value).splitlines()[1:]
     assert lines[0] == "  rank 1 did not come to the step, it was last seen at step 1"
     assert any("layer 0: attn_sums" in line and "of rank 1 did not come" in line for line in lines)
+
+
+def test_a_timeline_build_stamps_every_stage_of_every_launch(gfx950, tmp_path):
+    config = replace(
+        CONFIG, timeline=True, layers=1, reusing=frozenset(), tp=1, widths=(4,), aux_layers=(0,)
+    )
+    model = Model(config)
+    step, runner = model.step(7, later=0), model.ranks[0].runner
+    timeline = runner.timeline(4)
+    assert [len(launch.stages) for launch in timeline.launches] == [3, 5]
+    with pytest.raises(RuntimeError, match="no step has run: layer 0 launch_m3_dense_pre"):
+        timeline.spans()
+    with emulated("gfx950") as emu:
+        model.allow(emu, step)
+        result = runner.forward(step)
+    assert torch.equal(runner.aux(4)[0], result)
+    spans = timeline.spans()
+    assert [span.stage for span in spans] == [
+        *("norm1", "qkv", "heads"),
+        *("o_proj", "reduce_attn", "gate_up", "down", "reduce_ffn"),
+    ]
+    assert spans[0].first == 0.0
+    assert all(0 < span.busy < span.end - span.first + 1e-6 for span in spans)
+    assert all(a.first <= b.first and a.end <= b.end for a, b in pairwise(spans))
+    timeline.write_chrome_trace(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert len(events) == 8 * config.blocks
+    assert min(event["ts"] for event in events) == 0
+    assert all(event["dur"] > 0 for event in events)

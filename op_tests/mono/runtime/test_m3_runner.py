@@ -10,6 +10,8 @@ import torch
 
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted
+from atom.mono.device.step_begin import STEP_BEGIN_ABI
+from atom.mono.models.minimax_m3.builds import DENSE_POST_ABI, SPARSE_ABI
 from atom.mono.models.minimax_m3.config import Config
 from atom.mono.models.minimax_m3.dispatch import refusals, width_for
 from atom.mono.models.minimax_m3.execution import Builders
@@ -74,7 +76,7 @@ def test_a_step_of_the_real_depth_is_64_launches_in_order(gfx950):
     config = small_config(reusing=frozenset(range(5, 60, 2)))
     names = [name for name, _ in _launches(config, 1)]
     assert names == [
-        "launch_step_begin",
+        "launch_step_begin_tp1",
         *["launch_dense_pre", "launch_dense_post"] * 3,
         *["launch_sparse"] * 57,
     ]
@@ -83,11 +85,64 @@ def test_a_step_of_the_real_depth_is_64_launches_in_order(gfx950):
 
 @pytest.mark.compile
 def test_layers_alternate_between_two_buffers_and_are_numbered(gfx950):
-    layers = [args for name, args in _launches(small_config(), 1) if name == "launch_sparse"]
-    assert [args[29] for args in layers] == list(range(3, 60))
-    first, second = {args[0] for args in layers[::2]}, {args[0] for args in layers[1::2]}
+    launches = _launches(small_config(), 1)
+    layers = [_named(SPARSE_ABI, args) for name, args in launches if name == "launch_sparse"]
+    assert [args["layer"] for args in layers] == list(range(3, 60))
+    first, second = ({args["h_in"] for args in layers[i::2]} for i in range(2))
     assert (len(first), len(second)) == (1, 1)
-    assert all(a[25] == b[0] for a, b in pairwise(layers))
+    assert all(a["h_out"] == b["h_in"] for a, b in pairwise(layers))
+
+
+def _named(abi: tuple[str, ...], args: tuple) -> dict[str, int]:
+    return dict(zip((*abi, "stream"), args, strict=True))
+
+
+@pytest.mark.compile
+def test_what_a_draft_model_needs_stays_in_buffers_of_its_own(gfx950):
+    config = small_config(**FEW, aux_layers=(4, 0, 2))
+    runner = make_runner(config)
+    assert runner.prepare(1)
+    seen = []
+    with intercepted(lambda exe, args: seen.append((exe.func.__name__, args))):
+        result = runner.forward(make_step(config, 1))
+    posts = [_named(DENSE_POST_ABI, args) for name, args in seen if name == "launch_dense_post"]
+    sparse = [_named(SPARSE_ABI, args) for name, args in seen if name == "launch_sparse"]
+    layers = [*posts, *sparse]
+    kept = [tensor.data_ptr() for tensor in runner.aux(1)]
+    assert kept == [layers[i]["h_out"] for i in (4, 0, 2)]
+    assert layers[1]["h_out"] == layers[3]["h_out"] not in kept
+    assert len(set(kept)) == 3
+    assert all(a["h_out"] == b["h_in"] for a, b in pairwise(layers))
+    assert result.data_ptr() == layers[-1]["h_out"]
+    with pytest.raises(ValueError, match=r"aux_layers \(5,\) of a model of 5 layers"):
+        small_config(**FEW, aux_layers=(5,))
+
+
+@pytest.mark.compile
+def test_a_model_without_dense_layers_starts_from_the_steps_tensor(gfx950):
+    config = small_config(layers=2, dense_layers=0)
+    runner = make_runner(config)
+    assert runner.prepare(1)
+    step, seen = make_step(config, 1), []
+    with intercepted(lambda exe, args: seen.append(args)):
+        runner.forward(step)
+    layers = [_named(SPARSE_ABI, args) for args in seen[1:]]
+    assert layers[0]["h_in"] == step.hidden.data_ptr()
+    assert layers[1]["h_in"] == layers[0]["h_out"]
+
+
+@pytest.mark.compile
+def test_step_begin_zeroes_what_the_width_uses(gfx950):
+    config = small_config(**FEW)
+    runner = make_runner(config)
+    spans = {}
+    for rows in (1, 16):
+        assert runner.prepare(rows)
+        with intercepted(lambda exe, args, rows=rows: spans.setdefault(rows, args)):
+            runner.forward(make_step(config, rows))
+    n0, fence = STEP_BEGIN_ABI.index("n0"), STEP_BEGIN_ABI.index("fence_off")
+    assert spans[16][n0] == runner._buffers.scratch.nbytes > 4 * spans[1][n0]
+    assert spans[16][fence] == runner._peers.bytes == 16 * spans[1][fence]
 
 
 @pytest.mark.compile
@@ -165,10 +220,10 @@ def test_a_build_that_fails_refuses_the_width(caplog: pytest.LogCaptureFixture):
 def test_peer_memory_ends_with_the_runner():
     runner = make_runner(small_config(**FEW))
     peers = runner._peers
-    assert peers.own
+    assert peers.addresses
     del runner
     with pytest.raises(RuntimeError, match="closed"):
-        _ = peers.own
+        _ = peers.addresses
 
 
 # ---------------------------------------------------------------- refusals
@@ -301,7 +356,7 @@ def test_a_short_rotary_table_is_refused():
 
 def test_caches_of_different_sizes_are_refused():
     caches = make_caches(small_config(**FEW))
-    caches[3]["v_cache"] = torch.zeros(3, 1, 128, 128, dtype=torch.bfloat16)
+    caches[3]["v_cache"] = torch.zeros(3, 1, 128, 128, dtype=torch.float8_e4m3fn)
     assert "layer 3: v_cache has shape (3, 1, 128, 128), not (2, 1, 128, 128)" in _refusal(
         caches=caches
     )
@@ -347,7 +402,7 @@ def test_a_deployment_is_refused_by_what_this_model_needs():
     config = Config()
     good = Deployment(Target.of("gfx950"), tensor_parallel=4)
     assert list(refusals(config, good)) == []
-    bad = replace(good, tensor_parallel=2, kv_dtype="fp8", page=64, context=(1 << 20) + 1)
+    bad = replace(good, tensor_parallel=2, kv_dtype="bf16", page=64, context=(1 << 20) + 1)
     assert len(list(refusals(config, bad))) == 4
 
 

@@ -19,25 +19,29 @@ CPU = torch.device("cpu")
 def test_ranks_of_one_process_see_the_same_addresses():
     heap = InProcessHeap(3)
     buffers = [PeerBuffer(heap.allocator(rank), 100, CPU) for rank in range(3)]
-    tables = [buffer.addresses.tolist() for buffer in buffers]
+    tables = [buffer.addresses for buffer in buffers]
     assert tables[0] == tables[1] == tables[2]
-    assert [buffer.own for buffer in buffers] == tables[0]
     assert len(set(tables[0])) == 3
-    assert [buffer.rank for buffer in buffers] == [0, 1, 2]
+    assert [buffer.part(100).addresses.tolist() for buffer in buffers] == [list(tables[0])] * 3
+    assert [buffer.part(16).rank for buffer in buffers] == [0, 1, 2]
 
 
 def test_the_buffer_holds_whole_zeroing_units_and_then_the_fence():
     seen: list[torch.Tensor] = []
     buffer = PeerBuffer(InProcessHeap(2, seen.append).allocator(1), 100, CPU)
-    assert (buffer.bytes, buffer.fence_offset) == (112, 112)
+    assert buffer.bytes == 112
     assert buffer.bytes % ZERO_ALIGN == 0
     assert [tensor.numel() for tensor in seen] == [112 + FENCE_BYTES] * 2
     assert not any(tensor.any() for tensor in seen)
-    assert buffer.kernel_args() == {
-        "sym": seen[1].data_ptr(),
-        "peers": buffer.addresses.data_ptr(),
-        "rank": 1,
-    }
+
+
+def test_a_part_ends_where_the_fence_begins():
+    buffer = PeerBuffer(InProcessHeap(2).allocator(1), 100, CPU)
+    part = buffer.part(40)
+    assert (part.bytes, part.rank) == (48, 1)
+    assert part.addresses.tolist() == [address + 112 - 48 for address in buffer.addresses]
+    with pytest.raises(ValueError, match="113 bytes of a peer buffer of 112"):
+        buffer.part(113)
 
 
 def test_each_allocation_of_a_rank_belongs_to_the_same_of_the_others():
@@ -80,12 +84,12 @@ class Releases(InProcessHeap):
 def test_a_buffer_is_given_back_once():
     allocator = Releases()
     buffer = PeerBuffer(allocator, 16, CPU)
-    address = buffer.own
+    (address,) = buffer.addresses
     buffer.close()
     buffer.close()
     assert allocator.released == [(address,)]
     with pytest.raises(RuntimeError, match="closed"):
-        _ = buffer.own
+        _ = buffer.addresses
 
 
 def test_a_buffer_lives_as_long_as_its_owner():
@@ -94,7 +98,7 @@ def test_a_buffer_lives_as_long_as_its_owner():
     assert not finalizer.atexit
     gc.collect()
     assert allocator.released == []
-    address = buffer.own
+    (address,) = buffer.addresses
     del owner
     gc.collect()
     assert allocator.released == [(address,)]

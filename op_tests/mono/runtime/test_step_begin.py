@@ -10,7 +10,9 @@ from atom.mono.device.sync import DIAG_RECORDS, PEER_ID, WAITS
 from atom.mono.runtime.debug import WaitGivenUp, diag_buffer, raise_if_given_up, region_namer
 from atom.mono.runtime.mailboxes import StepMailboxes
 from atom.mono.runtime.peer_memory import InProcessHeap, PeerBuffer
+from atom.mono.runtime.step_begin import StepBegin
 from op_tests.emulator import emulated
+from op_tests.emulator.session import Emulator
 
 CPU = torch.device("cpu")
 BLOCKS = 3
@@ -25,24 +27,38 @@ def _epochs(tensors: list[torch.Tensor]) -> list[list[int]]:
     return [t[-FENCE_BYTES:].view(torch.int64).tolist() for t in tensors]
 
 
+def _opener(emu: Emulator, mailboxes: StepMailboxes, peer: int, scratch: int) -> StepBegin:
+    begin = mailboxes.of_width(peer, scratch)
+    for tensor in (begin.peers.addresses, mailboxes.state, *mailboxes.scratch):
+        emu.register(tensor)
+    return begin
+
+
 @pytest.mark.emulated
-def test_all_ranks_pass_the_fence_with_zeroed_mailboxes():
+def test_all_ranks_pass_the_fence_with_what_their_width_uses_zeroed():
     buffers: list[torch.Tensor] = []
     scratch = [torch.full((1024,), 7, dtype=torch.int32) for _ in range(2)]
     with emulated("gfx950") as emu:
         heap = InProcessHeap(2, lambda t: buffers.append(emu.register(t)))
         ranks = [_rank(heap, rank, scratch[rank], debug=False) for rank in range(2)]
-        for mailboxes in ranks:
-            emu.register(mailboxes.peers.addresses)
-            emu.register(mailboxes.state)
-            emu.register(mailboxes.scratch[0])
-        for step in (1, 2):
+        wide = [_opener(emu, mailboxes, 4096, 4096) for mailboxes in ranks]
+        narrow = [_opener(emu, mailboxes, 1024, 512) for mailboxes in ranks]
+        for step, (begin, peer, words) in enumerate(
+            ((wide, 4096, 1024), (narrow, 1024, 128), (wide, 4096, 1024)), 1
+        ):
             for tensor in buffers:
                 tensor[:-FENCE_BYTES] = 9
-            emu.run_ranks([lambda m=m: m.begin_step(None) for m in ranks])
-            assert not any(t[:-FENCE_BYTES].any() for t in buffers)
+            for tensor in scratch:
+                tensor.fill_(7)
+            emu.run_ranks([lambda b=b: b(None) for b in begin])
+            for tensor in buffers:
+                # A width's part of the data ends at the fence.
+                assert not tensor[4096 - peer : -FENCE_BYTES].any()
+                assert (tensor[: 4096 - peer] == 9).all()
+            for tensor in scratch:
+                assert not tensor[:words].any()
+                assert (tensor[words:] == 7).all()
             assert _epochs(buffers) == [[step] * 2 + [0] * 6] * 2
-    assert not any(t.any() for t in scratch)
     assert [m.missing_ranks() for m in ranks] == [{}, {}]
 
 
@@ -52,11 +68,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_step():
     with emulated("gfx950") as emu:
         heap = InProcessHeap(2, emu.register)
         ranks = [_rank(heap, rank, scratch[rank], debug=True) for rank in range(2)]
-        for mailboxes in ranks:
-            for tensor in (mailboxes.peers.addresses, mailboxes.state, *mailboxes.scratch):
-                emu.register(tensor)
-        emu.run_ranks([lambda m=m: m.begin_step(None) for m in ranks])
-        ranks[0].begin_step(None)
+        begin = [_opener(emu, mailboxes, 4096, 64) for mailboxes in ranks]
+        emu.run_ranks([lambda b=b: b(None) for b in begin])
+        begin[0](None)
     assert ranks[0].missing_ranks() == {1: 1}
     with pytest.raises(WaitGivenUp, match="rank 1 did not come to the step, it was last seen at"):
         raise_if_given_up(diag_buffer(CPU), ranks[0].missing_ranks(), {})
@@ -69,10 +83,14 @@ def test_ranks_and_scratch_that_do_not_fit_are_refused():
     build = StepBeginBuild(2, False)
     with pytest.raises(ValueError, match="zeroes 2 scratch buffers, not 3"):
         StepMailboxes(build, peers, *[torch.zeros(16)] * 3)
-    with pytest.raises(ValueError, match="scratch of 20 bytes"):
-        StepMailboxes(build, peers, torch.zeros(5))
     with pytest.raises(ValueError, match="contiguous"):
         StepMailboxes(build, peers, torch.zeros(8, 8).t())
+    mailboxes = StepMailboxes(build, peers, torch.zeros(16))
+    for nbytes in (20, 80):
+        with pytest.raises(ValueError, match=f"{nbytes} bytes of a scratch of 64, in units of 16"):
+            mailboxes.of_width(16, nbytes)
+    with pytest.raises(ValueError, match="65 bytes of a peer buffer of 64"):
+        mailboxes.of_width(65, 64)
 
 
 @pytest.mark.compile

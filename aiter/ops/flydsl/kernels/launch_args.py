@@ -66,15 +66,28 @@ def slots_of(launcher: JitFunction) -> tuple[tuple[str, str], ...]:
         if kind is None:
             raise TypeError(
                 f"{name_of(launcher)}: parameter {parameter.name!r} is {parameter.annotation!r}; a "
-                "launcher takes fx.Int64, fx.Int32, fx.Float32, fx.Tensor and a trailing fx.Stream"
+                "launcher takes fx.Int64, fx.Int32, fx.Float32, fx.Tensor and one fx.Stream"
             )
         slots.append((parameter.name, kind))
-    if not slots or slots[-1][1] != "stream" or any(kind == "stream" for _, kind in slots[:-1]):
-        raise TypeError(
-            f"{name_of(launcher)}: the last parameter, and no other, must be the stream"
-        )
+    if [kind for _, kind in slots].count("stream") != 1:
+        raise TypeError(f"{name_of(launcher)}: one parameter, and no other, must be the stream")
     launcher._abi_slots = tuple(slots)
     return launcher._abi_slots
+
+
+def stream_of(launcher: JitFunction, args: Sequence[Any]) -> Any:
+    """The stream among `args`, which are one for every parameter."""
+    return args[_stream_at(launcher)]
+
+
+def with_stream(launcher: JitFunction, args: Sequence[Any], stream: Any) -> tuple[Any, ...]:
+    """`args` with another stream."""
+    at = _stream_at(launcher)
+    return (*args[:at], stream, *args[at + 1 :])
+
+
+def _stream_at(launcher: JitFunction) -> int:
+    return next(i for i, (_, kind) in enumerate(slots_of(launcher)) if kind == "stream")
 
 
 def zeros(launcher: JitFunction) -> list[Any]:

@@ -55,7 +55,16 @@ from aiter.jit.utils.flydsl_private import (
 from aiter.jit.utils.toolkit import toolkit_env, toolkit_env_if_any
 
 from .host_entry import ADDRESS, COMPILE_ONLY, ENVIRON, NOT_LOADED, HostEntry, fast_path, hold
-from .launch_args import check_count, described, name_of, plain_args, slots_of, zeros
+from .launch_args import (
+    check_count,
+    described,
+    name_of,
+    plain_args,
+    slots_of,
+    stream_of,
+    with_stream,
+    zeros,
+)
 
 Interceptor = Callable[[JitFunction, tuple[Any, ...]], None]
 
@@ -138,18 +147,18 @@ def compile_artifact(launcher: JitFunction) -> None:
     FlyDSL's DSLCompileError. LLVM may abort the process instead: call it in a worker.
     """
     with _cold, toolkit_env(), own_launch():
-        compile_launcher(launcher, tuple(_jit_args(zeros(launcher))))
+        compile_launcher(launcher, _jit_args(launcher, zeros(launcher)))
 
 
 def artifact_of(launcher: JitFunction) -> ArtifactKey:
     """The cache file `launcher` has for the pinned target, found by tracing alone."""
     with own_launch():
-        return artifact_key(launcher, _jit_args(zeros(launcher)))
+        return artifact_key(launcher, _jit_args(launcher, zeros(launcher)))
 
 
-def _jit_args(args: list[Any]) -> tuple[Any, ...]:
+def _jit_args(launcher: JitFunction, args: list[Any]) -> tuple[Any, ...]:
     """`args` as FlyDSL compiles them; it takes a stream of its own kind only."""
-    return (*args[:-1], fx.Stream(None))
+    return with_stream(launcher, args, fx.Stream(None))
 
 
 # ---------------------------------------------------------------- interception
@@ -229,8 +238,8 @@ def _first_call(exe: JitFunction, plain: list[Any]) -> None:
     compile_only = ENVIRON.get(COMPILE_ONLY) not in _FALSE
     with toolkit_env_if_any(), own_launch():
         if not compile_only:
-            _refuse_capture(exe, plain[-1])
-        artifact = compile_launcher(exe, _jit_args(plain))
+            _refuse_capture(exe, stream_of(exe, plain))
+        artifact = compile_launcher(exe, _jit_args(exe, plain))
     if compile_only:
         return
     slots = tuple(slot for _, slot in slots_of(exe))
@@ -257,7 +266,7 @@ def _launch(exe: JitFunction, entry: HostEntry, plain: list[Any]) -> None:
     status = entry.launch(*args)
     if status == NOT_LOADED:
         with _cold:
-            _refuse_capture(exe, args[-1])
+            _refuse_capture(exe, stream_of(exe, args))
             _require_success(exe, entry.load(), "loading the code of")
         status = entry.launch(*args)
     _require_success(exe, status, "launching")
@@ -274,7 +283,7 @@ _run_compiled = fast_path(
     """_run_compiled(exe, /, *args)
 --
 
-Start `exe` with positional `args`, the stream last. See the module's docstring.
+Start `exe` with positional `args`, the stream among them. See the module's docstring.
 
 Raises TypeError or OverflowError before anything is launched when the arguments do not fit,
 DriverError when the driver refuses the launch, and RuntimeError for a first call while a

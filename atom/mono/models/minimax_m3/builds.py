@@ -6,7 +6,8 @@
     build_sparse_layer   kernels/sparse_layer.py         SPARSE_ABI, then the stream
 
 Every argument is an `fx.Int64` address but those of `I32_NAMES`. The arguments that a step brings
-(`*_STEP`) come behind those that are bound for good, so that a launch only joins two tuples.
+(`*_STEP`) come behind those that are bound for good, so that a launch only joins two tuples; the
+last bound one is `h_in`, which a step brings to its first layer.
 Sizes are those of one rank: "local" counts are the model's divided by `tp`. A matrix [N, K] is
 stored as `atom.mono.device.matvec` says for its format: bf16, fp8 and fp4, the latter two with
 e8m0 scales of 32 elements in the byte order of `shuffle_scale`. Addresses of scales are 0 for bf16.
@@ -159,7 +160,6 @@ class LayerShape:
     def dense_inter(self) -> int:
         return self.dims.dense_inter // self.tp
 
-
     def symbol(self, stem: str, *parts: str) -> str:
         """A kernel's name in profilers: its stem, what it is built for and `parts`."""
         flags = [name for name in ("debug", "timeline") if getattr(self, name)]
@@ -258,7 +258,7 @@ class SparseBuild:
         return self.shape.qkv_rows + (self.shape.index_rows if self.select else 0)
 
 
-DENSE_PRE_STEP = ("h_in", "positions", "slots")
+DENSE_PRE_STEP = ("positions", "slots")
 DENSE_PRE_ABI = (
     "norm_w",
     "qkv_w",
@@ -274,10 +274,10 @@ DENSE_PRE_ABI = (
     "layer",
     "diag",
     "stamps",
+    "h_in",
     *DENSE_PRE_STEP,
 )
 
-DENSE_POST_STEP = ("h_in", "h_out")
 DENSE_POST_ABI = (
     "attn_in",
     "o_w",
@@ -293,10 +293,11 @@ DENSE_POST_ABI = (
     "layer",
     "diag",
     "stamps",
-    *DENSE_POST_STEP,
+    "h_out",
+    "h_in",
 )
 
-SPARSE_STEP = ("h_in", "h_out", "positions", "slots", "block_table", "table_stride")
+SPARSE_STEP = ("positions", "slots", "block_table", "table_stride")
 SPARSE_ABI = (
     "norm1_w",
     "qkv_w",
@@ -326,6 +327,8 @@ SPARSE_ABI = (
     "layer",
     "diag",
     "stamps",
+    "h_out",
+    "h_in",
     *SPARSE_STEP,
 )
 

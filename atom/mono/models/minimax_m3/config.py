@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from aiter import env
 from atom.mono.device.step_begin import StepBeginBuild
 from atom.mono.plan.execution import BLOCKS
 
@@ -23,10 +24,11 @@ from .builds import (
 class Config:
     """A model and how it is run.
 
-    `reusing` are the layers that attend to the blocks the last selecting layer chose. `widths` are
-    the numbers of rows a step may have; a step is padded to one of them. `blocks` and `polls` are
-    for tests on small grids and for debug builds, as in `LayerShape`. Raises ValueError for layers
-    that cannot be in that order.
+    `reusing` are the layers that attend to the blocks the last selecting layer chose. Behind the
+    layers in `aux_layers` the residual stream is kept for a draft model. `widths` are the numbers
+    of rows a step may have; a step is padded to one of them. `blocks` and `polls` are for tests on
+    small grids and for debug builds, as in `LayerShape`; `check` has the runner check itself.
+    Raises ValueError for layers that are not there or cannot be in that order.
     """
 
     dims: Dims = MINIMAX_M3
@@ -34,11 +36,14 @@ class Config:
     dense_layers: int = 3
     tp: int = 4
     reusing: frozenset[int] = frozenset()
+    aux_layers: tuple[int, ...] = ()
     attn_format: str = "bf16"
     dense_format: str = "bf16"
     expert_format: str = "fp4"
+    kv_format: str = "fp8"
+    index_format: str = "fp8"
     index_topk: int = 16
-    init_blocks: int = 1
+    init_blocks: int = 0
     local_blocks: int = 1
     max_blocks: int = 8192
     eps: float = 1e-6
@@ -49,6 +54,8 @@ class Config:
     blocks: int = BLOCKS
     debug: bool = False
     polls: int = 10_000_000
+    timeline: bool = False
+    check: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_layers <= self.layers:
@@ -59,6 +66,17 @@ class Config:
                 f"layers {outside} cannot reuse a selection: sparse layers "
                 f"{self.dense_layers + 1} to {self.layers - 1} can"
             )
+        if not set(self.aux_layers) <= set(range(self.layers)):
+            raise ValueError(f"aux_layers {self.aux_layers} of a model of {self.layers} layers")
+
+    def with_env(self) -> Config:
+        """With what the environment asks for besides: ATOM_MONO_DEBUG, _TIMELINE and _CHECK."""
+        return replace(
+            self,
+            debug=self.debug or env.ATOM_MONO_DEBUG.get(),
+            timeline=self.timeline or env.ATOM_MONO_TIMELINE.get(),
+            check=self.check or env.ATOM_MONO_CHECK.get(),
+        )
 
     @property
     def sparse_layers(self) -> range:
@@ -79,6 +97,11 @@ class Config:
         """Launches of a step, without those of the dense layers' attention."""
         return 1 + 2 * self.dense_layers + len(self.sparse_layers)
 
+    @property
+    def scaled_caches(self) -> bool:
+        """Whether elements of any cache stand for a multiple of themselves."""
+        return "fp8" in (self.kv_format, self.index_format)
+
     def shape(self, rows: int) -> LayerShape:
         """What every layer kernel of width `rows` is built for."""
         return LayerShape(
@@ -89,6 +112,7 @@ class Config:
             blocks=self.blocks,
             debug=self.debug,
             polls=self.polls,
+            timeline=self.timeline,
         )
 
     def step_begin(self) -> StepBeginBuild:
@@ -97,7 +121,7 @@ class Config:
 
     def dense_pre(self, rows: int) -> DensePreBuild:
         """Key of what a dense layer does before its attention."""
-        return DensePreBuild(self.shape(rows), self.attn_format)
+        return DensePreBuild(self.shape(rows), self.attn_format, self.kv_format)
 
     def dense_post(self, rows: int) -> DensePostBuild:
         """Key of what it does after it."""
@@ -112,6 +136,8 @@ class Config:
             select=select,
             attn_format=self.attn_format,
             ffn_format=self.expert_format,
+            kv_format=self.kv_format,
+            index_format=self.index_format,
             index_topk=self.index_topk,
             init_blocks=self.init_blocks,
             local_blocks=self.local_blocks,

@@ -17,8 +17,8 @@ def refusals(config: Config, deployment: Deployment) -> Iterator[str]:
     yield from common_refusals(deployment, SUPPORTED_TP)
     if deployment.tensor_parallel != config.tp:
         yield f"built for tensor parallel {config.tp}, deployed with {deployment.tensor_parallel}"
-    if deployment.kv_dtype != "bf16":
-        yield f"caches are bf16, not {deployment.kv_dtype}"
+    if deployment.kv_dtype != config.kv_format:
+        yield f"built for caches in {config.kv_format}, deployed with {deployment.kv_dtype}"
     if deployment.page != PAGE:
         yield f"a cache page is a block of the selection, {PAGE} tokens, not {deployment.page}"
     if deployment.context > config.context:

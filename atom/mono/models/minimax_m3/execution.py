@@ -4,14 +4,14 @@
     dense layer    dense_pre -> attention, which is the caller's -> dense_post
     sparse layer   one launch
 
-The residual stream goes from the caller's tensor through two buffers in turn. Weights, caches and
-buffers are bound when the width is prepared; the residual stream's buffers and all that a step
-brings are addresses and numbers of that step.
+The residual stream goes from the caller's tensor through two buffers in turn, and where it is kept
+for a draft model, through a buffer of its own. Weights, caches and buffers are bound when the
+width is prepared; a step brings the addresses and numbers of its own and its stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,13 +19,18 @@ import torch
 from flydsl.compiler.jit_function import JitFunction
 
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
-from atom.mono.runtime.abi import KernelAbi, StepPack
+from atom.mono.runtime.abi import KernelAbi
+from atom.mono.runtime.compile import trace
+from atom.mono.runtime.step_begin import StepBegin
+from atom.mono.runtime.timeline import Launched, LayerTimeline
 
 from .builds import (
     DENSE_POST_ABI,
     DENSE_PRE_ABI,
+    DENSE_PRE_STEP,
     HEAD_DIM,
     SPARSE_ABI,
+    SPARSE_STEP,
     DensePostBuild,
     DensePreBuild,
     SparseBuild,
@@ -33,11 +38,12 @@ from .builds import (
 from .config import Config
 from .weights import Bound
 
-# What is fresh in every launch, in the order in which `forward` gives it.
-FRESH = ("h_in", "h_out", "positions", "slots", "block_table", "table_stride")
-PRE = StepPack(KernelAbi(DENSE_PRE_ABI), FRESH)
-POST = StepPack(KernelAbi(DENSE_POST_ABI), FRESH)
-SPARSE = StepPack(KernelAbi(SPARSE_ABI), FRESH)
+PRE = KernelAbi(DENSE_PRE_ABI, step=DENSE_PRE_STEP)
+POST = KernelAbi(DENSE_POST_ABI)
+SPARSE = KernelAbi(SPARSE_ABI, step=SPARSE_STEP)
+
+# A launcher and its bound arguments, h_in last.
+Launch = tuple[JitFunction | int, ...]
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,10 @@ class WidthKernels:
     def pairs(self) -> list[tuple[JitFunction, KernelAbi]]:
         """The launchers there are, with their ABIs."""
         found = (
-            (self.pre, PRE.abi),
-            (self.post, POST.abi),
-            (self.selecting, SPARSE.abi),
-            (self.reusing, SPARSE.abi),
+            (self.pre, PRE),
+            (self.post, POST),
+            (self.selecting, SPARSE),
+            (self.reusing, SPARSE),
         )
         return [(launcher, abi) for launcher, abi in found if launcher is not None]
 
@@ -113,6 +119,7 @@ class Buffers:
     """What a rank's layers share, for its widest step.
 
     residual   two of [rows, hidden] bf16, in turn
+    aux        [rows, hidden] bf16 for each layer whose result is kept
     q, attn    [rows, local heads * 128] bf16
     selection  [rows, local kv heads, index_topk] i32
     scratch    zeroed by step-begin
@@ -120,6 +127,7 @@ class Buffers:
     """
 
     residual: tuple[torch.Tensor, torch.Tensor]
+    aux: dict[int, torch.Tensor]
     q: torch.Tensor
     attn: torch.Tensor
     selection: torch.Tensor
@@ -136,6 +144,7 @@ class Buffers:
         bf16 = lambda columns: torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
         return cls(
             residual=(bf16(config.dims.hidden), bf16(config.dims.hidden)),
+            aux={layer: bf16(config.dims.hidden) for layer in config.aux_layers},
             q=bf16(shape.heads * HEAD_DIM),
             attn=bf16(shape.heads * HEAD_DIM),
             selection=torch.zeros(
@@ -145,9 +154,18 @@ class Buffers:
             diag=diag,
         )
 
+    def output(self, layer: int) -> torch.Tensor:
+        """What `layer` writes the residual stream into; its input is another buffer."""
+        return self.aux.get(layer, self.residual[layer & 1])
+
 
 class WidthExecution:
-    """The layers of steps of `rows` rows, bound to their memory."""
+    """The layers of steps of `rows` rows, bound to their memory.
+
+    `begin` opens a step. `result` is the residual stream after the last layer and `aux` what is
+    kept of it, in the order of `Config.aux_layers`, all [rows, hidden] bf16 in buffers that the
+    next step overwrites. `timeline` is there where the build has one.
+    """
 
     def __init__(
         self,
@@ -156,14 +174,15 @@ class WidthExecution:
         kernels: WidthKernels,
         bound: Bound,
         buffers: Buffers,
-        peers: int,
-        rank: int,
+        begin: StepBegin,
         attention: DenseAttention,
     ) -> None:
-        self.kernels = kernels
+        self.kernels, self.begin = kernels, begin
         self._attention = attention
-        self._residual = tuple(tensor[:rows] for tensor in buffers.residual)
         self._q, self._attn = buffers.q[:rows], buffers.attn[:rows]
+        self.aux = [buffers.aux[layer][:rows] for layer in config.aux_layers]
+        self.result = buffers.output(config.layers - 1)[:rows]
+        self.first_output = buffers.output(0).data_ptr()
         common = {
             "cos_sin": bound.cos_sin,
             "q_out": buffers.q.data_ptr(),
@@ -171,52 +190,80 @@ class WidthExecution:
             "selection": buffers.selection.data_ptr(),
             "scratch": buffers.scratch.data_ptr(),
             "diag": 0 if buffers.diag is None else buffers.diag.data_ptr(),
-            "peers": peers,
-            "rank": rank,
+            "peers": begin.peers.addresses.data_ptr(),
+            "rank": begin.peers.rank,
         }
-        self._dense: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        self._sparse: list[tuple[int, JitFunction, tuple[int, ...]]] = []
-        for layer, weights in enumerate(bound.layers):
-            values = {**common, **weights.addresses, "layer": layer}
-            if layer < config.dense_layers:
-                pre = _bind(PRE, values, norm_w="norm1_w")
-                post = _bind(POST, values, norm_w="norm2_w")
-                self._dense.append((layer, pre, post))
-            else:
-                launcher = kernels.selecting if config.selects(layer) else kernels.reusing
-                assert launcher is not None
-                self._sparse.append((layer, launcher, _bind(SPARSE, values)))
+        plan = list(_launches(config, kernels))
+        self.timeline = _timeline(config, plan, begin) if config.timeline else None
+        self._dense: list[list[Launch]] = [[] for _ in range(config.dense_layers)]
+        self._sparse: list[Launch] = []
+        for number, (layer, launcher, abi) in enumerate(plan):
+            names = {"norm_w": "norm1_w" if abi is PRE else "norm2_w"}
+            values = {
+                **common,
+                **bound.layers[layer].addresses,
+                "layer": layer,
+                # Of the first layer it is the step's.
+                "h_in": buffers.output(layer - 1).data_ptr() if layer else 0,
+                "h_out": buffers.output(layer).data_ptr(),
+                "stamps": 0 if self.timeline is None else self.timeline.address(number),
+            }
+            launch = (launcher, *_bound(abi, values, names))
+            (self._sparse if abi is SPARSE else self._dense[layer]).append(launch)
 
     def forward(self, step: Step, stream: int | None) -> torch.Tensor:
-        """Run all layers on `stream`; the residual stream after the last, [rows, hidden] bf16.
-
-        The result is one of two buffers that the next step overwrites.
-        """
-        a, b = self._residual
-        at = (a.data_ptr(), b.data_ptr())
+        """Open a step and run all layers on `stream`; `result`."""
+        self.begin(stream)
         table = step.block_table
-        brought = (
-            step.positions.data_ptr(),
-            step.slots.data_ptr(),
-            table.data_ptr(),
-            table.shape[1],
-        )
-        # Layer i writes buffer i mod 2 and reads the other; the first reads what the step brings.
-        fresh = ((at[1], at[0], *brought), (at[0], at[1], *brought))
-        first = (step.hidden.data_ptr(), at[0], *brought)
-        kernels, q, attn, attention = self.kernels, self._q, self._attn, self._attention
-        order_pre, order_post, order = PRE.order, POST.order, SPARSE.order
-        for layer, pre, post in self._dense:
-            values = fresh[layer & 1] if layer else first
-            _run_compiled(kernels.pre, *order_pre(pre + values), stream)
+        tokens = (step.positions.data_ptr(), step.slots.data_ptr())
+        pre_brings = (*tokens, stream)
+        post_brings = (stream,)
+        sparse_brings = (*tokens, table.data_ptr(), table.shape[1], stream)
+        first = (step.hidden.data_ptr(),)
+        q, attn, attention = self._q, self._attn, self._attention
+        for layer, (pre, post) in enumerate(self._dense):
+            if layer == 0:
+                pre, post = pre[:-1] + first, post[:-1] + first
+            _run_compiled(*(pre + pre_brings))
             attention(layer, q, step, attn)
-            _run_compiled(kernels.post, *order_post(post + values), stream)
-        for layer, launcher, weights in self._sparse:
-            values = fresh[layer & 1] if layer else first
-            _run_compiled(launcher, *order(weights + values), stream)
-        return self._residual[(len(self._dense) + len(self._sparse) - 1) & 1]
+            _run_compiled(*(post + post_brings))
+        sparse = self._sparse
+        if sparse and not self._dense:
+            sparse = [sparse[0][:-1] + first, *sparse[1:]]
+        for launch in sparse:
+            _run_compiled(*(launch + sparse_brings))
+        return self.result
 
 
-def _bind(pack: StepPack, values: dict[str, int], **renamed: str) -> tuple[int, ...]:
-    """The bound arguments of `pack` out of `values`; `renamed` says where a name is another."""
-    return pack.bind({name: values[renamed.get(name, name)] for name in pack.bound})
+def _launches(
+    config: Config, kernels: WidthKernels
+) -> Iterator[tuple[int, JitFunction, KernelAbi]]:
+    """(layer, launcher, its ABI) of every launch of the layers, in order."""
+    for layer in range(config.layers):
+        if layer < config.dense_layers:
+            found = [(kernels.pre, PRE), (kernels.post, POST)]
+        else:
+            launcher = kernels.selecting if config.selects(layer) else kernels.reusing
+            found = [(launcher, SPARSE)]
+        for launcher, abi in found:
+            assert launcher is not None
+            yield layer, launcher, abi
+
+
+def _bound(abi: KernelAbi, values: dict[str, int], names: dict[str, str]) -> tuple[int, ...]:
+    """The bound arguments of `abi` out of `values`; `names` says where a name is another."""
+    bound = abi.names[: len(abi.names) - len(abi.step)]
+    assert bound[-1] == "h_in", "the first layer's is a step's"
+    return abi.bind({name: values[names.get(name, name)] for name in bound})
+
+
+def _timeline(
+    config: Config, plan: list[tuple[int, JitFunction, KernelAbi]], begin: StepBegin
+) -> LayerTimeline:
+    """One for the launches of `plan`, whose stages are what tracing finds."""
+    stages = {id(launcher): tuple(trace(launcher, abi).stages) for _, launcher, abi in plan}
+    launches = [
+        Launched(f"layer {layer} {launcher.func.__name__}", stages[id(launcher)])
+        for layer, launcher, _ in plan
+    ]
+    return LayerTimeline(launches, config.blocks, begin.peers.addresses.device)

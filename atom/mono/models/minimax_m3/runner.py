@@ -10,6 +10,7 @@ import torch
 from aiter import env
 from atom.mono import device as device_kernels
 from atom.mono.plan.build_key import key_tuple, source_digest
+from atom.mono.runtime.compare import require_same_on_all_ranks
 from atom.mono.runtime.consensus import Group, MonoUnsupported, bind_agreed, tp_same
 from atom.mono.runtime.debug import diag_buffer, raise_if_given_up, region_namer
 from atom.mono.runtime.deployment import Deployment, first_refusal
@@ -17,9 +18,11 @@ from atom.mono.runtime.lifecycle import owned_peer_buffer
 from atom.mono.runtime.mailboxes import StepMailboxes
 from atom.mono.runtime.peer_memory import PeerAllocator
 from atom.mono.runtime.stream import current_stream
+from atom.mono.runtime.timeline import LayerTimeline
 from atom.mono.runtime.widths import WidthBuilds
 
 from .config import Config
+from .contract import check_width
 from .dispatch import refusals
 from .execution import Buffers, Builders, DenseAttention, Step, WidthExecution, width_kernels
 from .layout import peer_layout, scratch_layout
@@ -55,7 +58,7 @@ class MiniMaxM3Runner:
         device: torch.device,
         builders: Builders | None = None,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self._group = config, device, group
 
         def bind() -> Bound:
             if reason := first_refusal(refusals(config, deployment)):
@@ -72,38 +75,37 @@ class MiniMaxM3Runner:
             raise MonoUnsupported(
                 f"peer memory of {allocator.npes} ranks, the model has {config.tp}"
             )
-        shapes = [config.shape(rows) for rows in config.widths]
-        peer_bytes = max(peer_layout(shape).nbytes for shape in shapes)
-        scratch_bytes = max(
-            scratch_layout(shape, config.sparse(shape.tokens, True)).nbytes for shape in shapes
-        )
         diag = diag_buffer(device) if config.debug else None
-        self._buffers = bind_agreed(
-            lambda: Buffers.allocate(config, scratch_bytes, diag, device), group
-        )
+        scratch = max(_scratch_bytes(config, rows) for rows in config.widths)
+        self._buffers = bind_agreed(lambda: Buffers.allocate(config, scratch, diag, device), group)
         # `close()` gives the peer memory back, which otherwise lasts as long as the runner.
+        peer_bytes = max(_peer_bytes(config, rows) for rows in config.widths)
         self._peers, self.close = owned_peer_buffer(self, allocator, peer_bytes, device)
         self._mailboxes = StepMailboxes(config.step_begin(), self._peers, self._buffers.scratch)
         # The builds must not hold the runner, whose end gives the peer memory back.
-        bound, buffers, peers = self._bound, self._buffers, self._peers
+        bound, buffers, mailboxes = self._bound, self._buffers, self._mailboxes
         built = self._builders
 
         def build(rows: int) -> WidthExecution:
+            if config.check:
+                check_width(config, rows, built)
             return WidthExecution(
                 config,
                 rows,
                 width_kernels(config, rows, built),
                 bound,
                 buffers,
-                peers.addresses.data_ptr(),
-                peers.rank,
+                mailboxes.of_width(_peer_bytes(config, rows), _scratch_bytes(config, rows)),
                 attention,
             )
 
-        begin = self._mailboxes.kernels
         self._widths = WidthBuilds(
-            build, lambda width: [*begin, *width.kernels.pairs()], group, "MiniMax-M3 mono"
+            build,
+            lambda width: [*mailboxes.kernels, *width.kernels.pairs()],
+            group,
+            "MiniMax-M3 mono",
         )
+        self._last: WidthExecution | None = None
         self._warm: set[int] = set()
 
     def prepare(self, rows: int) -> bool:
@@ -125,21 +127,44 @@ class MiniMaxM3Runner:
         rows = step.hidden.shape[0]
         width = self._widths[rows]
         _check_step(step, rows, self.config, self.device)
-        if step.hidden.data_ptr() == self._buffers.residual[0].data_ptr():
+        if step.hidden.data_ptr() == width.first_output:
             raise ValueError("hidden is the buffer that the first layer writes: copy it")
-        stream = current_stream(self.device)
-        self._mailboxes.begin_step(stream)
-        hidden = width.forward(step, stream)
+        hidden = width.forward(step, current_stream(self.device))
+        self._last = width
         # In compile-only mode nothing has run.
         if rows not in self._warm and not env.COMPILE_ONLY.get():
             self._warm.add(rows)
         return hidden
 
+    def aux(self, rows: int) -> list[torch.Tensor]:
+        """The residual stream behind each of `Config.aux_layers`, as the last step of width `rows`
+        left it, [rows, hidden] bf16; the next step overwrites it."""
+        return self._widths[rows].aux
+
+    def timeline(self, rows: int) -> LayerTimeline | None:
+        """The time stamps of width `rows`; None where the build has none."""
+        return self._widths[rows].timeline
+
     def finish_step(self) -> None:
-        """Raise WaitGivenUp if the last step's debug build gave up a wait. Waits for the device."""
+        """Check the step that has just run, as far as the configuration asks for it.
+
+        Raises WaitGivenUp if a debug build gave up a wait and, with `Config.check`, ResultsDiffer
+        on every rank if the ranks' results are not one. Waits for the device; collective with
+        `Config.check`. Not while a graph is captured.
+        """
         if self._buffers.diag is not None:
             tags = region_namer(f"layer {layer}" for layer in range(self.config.layers))
             raise_if_given_up(self._buffers.diag, self._mailboxes.missing_ranks(), tags)
+        if self.config.check and self._last is not None:
+            require_same_on_all_ranks(self._last.result, self._group, "MiniMax-M3 step")
+
+
+def _peer_bytes(config: Config, rows: int) -> int:
+    return peer_layout(config.shape(rows)).nbytes
+
+
+def _scratch_bytes(config: Config, rows: int) -> int:
+    return scratch_layout(config.shape(rows), config.sparse(rows, True)).nbytes
 
 
 def layer_builders() -> Builders:

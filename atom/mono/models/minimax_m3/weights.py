@@ -5,9 +5,9 @@ number. So everything is checked once, and what does not fit is refused with all
 
 Shapes are those of one rank and are written out in `builds`. In a layer's mapping the names are
 those of the launchers' parameters, `norm1_w` being the norm before attention and `norm2_w` the
-one before the FFN in dense layers too. Left out are scales (`*_s`) where the format is bf16, and
-what concerns the index heads (`iq_norm_w`, `ik_norm_w`, `index_cache`) in layers that reuse a
-selection.
+one before the FFN in dense layers too. Left out are scales (`*_s`) where the format is bf16,
+`cache_scales` where all caches are, and what concerns the index heads (`iq_norm_w`, `ik_norm_w`,
+`index_cache`) in layers that reuse a selection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ _DATA = {
     "fp4": (torch.uint8, torch.float4_e2m1fn_x2),
 }
 _SCALE = (torch.uint8, torch.float8_e8m0fnu)
-_OPTIONAL = ("qkv_s", "o_s", "gate_up_s", "down_s", "iq_norm_w", "ik_norm_w", "index_cache")
+_CACHE = {"bf16": (torch.bfloat16,), "fp8": (torch.float8_e4m3fn,)}
+_OPTIONAL = (
+    "qkv_s",
+    "o_s",
+    "gate_up_s",
+    "down_s",
+    "iq_norm_w",
+    "ik_norm_w",
+    "index_cache",
+    "cache_scales",
+)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -45,12 +55,14 @@ class Expected:
     """A tensor's shape and possible dtypes. `shuffled`: in the order of `shuffle_weight`.
 
     `scales` of a stack of matrices may have rows padded to 256, as `shuffle_scale` leaves them.
+    `positive`: of finite numbers above zero.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     shuffled: bool = False
     scales: bool = False
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,13 +144,15 @@ def expected_weights(config: Config, layer: int) -> dict[str, Expected]:
 
 def expected_caches(config: Config, layer: int, pages: int) -> dict[str, Expected]:
     """What the caches of layer `layer` must be with `pages` pages, by name."""
-    kv, bf16 = config.shape(max(config.widths)).kv_heads, (torch.bfloat16,)
+    kv, dtypes = config.shape(max(config.widths)).kv_heads, _CACHE[config.kv_format]
     found = {
-        "k_cache": Expected((pages, kv, PAGE, HEAD_DIM), bf16),
-        "v_cache": Expected((pages, kv, HEAD_DIM, PAGE), bf16),
+        "k_cache": Expected((pages, kv, PAGE, HEAD_DIM), dtypes),
+        "v_cache": Expected((pages, kv, HEAD_DIM, PAGE), dtypes),
     }
     if config.selects(layer):
-        found["index_cache"] = Expected((pages, PAGE, HEAD_DIM), bf16)
+        found["index_cache"] = Expected((pages, PAGE, HEAD_DIM), _CACHE[config.index_format])
+    if config.scaled_caches:
+        found["cache_scales"] = Expected((3,), (torch.float32,), positive=True)
     return found
 
 
@@ -168,6 +182,8 @@ def _tensor(tensor: torch.Tensor, want: Expected, device: torch.device) -> list[
         return ["is not in the order of aiter.ops.shuffle.shuffle_weight (`is_shuffled`)"]
     if want.scales and bool((tensor.view(torch.uint8) == _E8M0_NAN).any()):
         return ["has scales that are not numbers (255)"]
+    if want.positive and not bool((tensor.isfinite() & (tensor > 0)).all()):
+        return [f"is {tensor.tolist()}, not finite numbers above zero"]
     return []
 
 

@@ -45,8 +45,8 @@ def build_dense_post(key: DensePostBuild) -> flyc.JitFunction:
         layer: fx.Int32,
         diag: fx.Int64,
         stamps: fx.Int64,
-        h_in: fx.Int64,
         h_out: fx.Int64,
+        h_in: fx.Int64,
     ):
         cta = Cta(shape.blocks, ffn.lds_bytes)
         finish_layer(
