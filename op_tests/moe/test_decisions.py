@@ -1,10 +1,13 @@
 """Pure decisions of the host side, by brute force where the domain allows it."""
 
 import itertools
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiter.jit.tables import Source
 from aiter.jit.tuned import FmoeTable, TunedRow
@@ -15,6 +18,7 @@ from aiter.ops.flydsl.kernels.mx_gemm import MxTile
 from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
 from aiter.ops.flydsl.moe.selection import select
 from aiter.ops.flydsl.moe.sizes import stage2_epilogue, stage2_groups
+from aiter.ops.flydsl.moe.stages import stage1_key, stage2_key
 from aiter.ops.flydsl.moe.tiers import get_padded_M, served_range
 from op_tests.moe.stage_names import request_for
 
@@ -98,6 +102,59 @@ def test_grids_cover_items_and_persistent_ones_fit_the_machine():
     assert stage2_groups(1001, 257, tile, False, cu, None) == 251
     assert stage2_groups(100000, 300, tile, True, cu, 3) == 3 * cu
     assert stage2_groups(5, 1, tile, True, cu, 3) == 5
+
+
+TILE_PARTS = st.sampled_from([1, 8, 16, 24, 32, 33, 48, 64, 96, 128, 192, 256, 320, 384, 512])
+SUFFIXES = [
+    ["", "_kb2", "_kb3", "_kb7"],
+    ["", "_go", "_gui"],
+    ["", "_kw2", "_kw3", "_kw8"],
+    ["", "_fp4", "_fp8"],
+]
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from(["afp4_wfp4", "afp8_wfp4", "afp8_wfp8"]),
+    st.tuples(TILE_PARTS, TILE_PARTS, st.sampled_from([64, 128, 192, 256, 512])),
+    st.sampled_from([16, 32, 48, 128, 256]),
+    st.sampled_from([256, 768, 3072]),
+    st.sampled_from([128, 384, 2048]),
+    st.tuples(*map(st.sampled_from, SUFFIXES)),
+)
+def test_any_name_is_served_or_refused(types, tile, block_m, model_dim, inter_dim, suffixes):
+    """A tuned name the kernels cannot serve must not end the call: others serve it then."""
+    text = f"{types}_bf16_t{'x'.join(map(str, tile))}"
+    with suppress(NotImplementedError):
+        name = parse(f"flydsl_moe1_{text}{''.join(suffixes)}")
+        key = stage1_key(request_for(name, model_dim, inter_dim), name, block_m)
+        assert key.steps * key.tile.tile_k * key.tile.k_waves * key.k_batch == model_dim
+        assert key.requant is None or key.tile.n_tiles % 4 == 0
+    for epilogue in ("atomic", "reduce"):
+        with suppress(NotImplementedError):
+            name = parse(f"flydsl_moe2_{text}_{epilogue}")
+            key = stage2_key(request_for(name, model_dim, inter_dim), name, block_m)
+            assert key.steps * key.tile.tile_k == inter_dim
+            assert key.lds_bytes <= 160 << 10
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("flydsl_moe1_afp4_wfp4_bf16_t16x64x512", "tile_k is 128 or 256"),
+        ("flydsl_moe1_afp4_wfp4_bf16_t16x1x256_gui", "scale blocks"),
+        ("flydsl_moe1_afp4_wfp4_bf16_t24x64x256", "multiples of 16"),
+        ("flydsl_moe1_afp8_wfp4_bf16_t128x128x256_kw3", "bytes of LDS"),
+        ("flydsl_moe2_afp4_wfp4_bf16_t32x64x256_reduce", "2, 4 or 8 columns"),
+        ("flydsl_moe2_afp4_wfp4_bf16_t32x192x256_atomic", "2, 4 or 8 columns"),
+        ("flydsl_moe2_afp8_wfp4_bf16_t192x512x256_atomic", "of LDS|registers"),
+    ],
+)
+def test_tiles_beyond_the_kernels_are_refused_with_the_reason(name, reason):
+    kernel = parse(name)
+    key = stage1_key if name.startswith("flydsl_moe1") else stage2_key
+    with pytest.raises(NotImplementedError, match=reason):
+        key(request_for(kernel, 3072, 768), kernel, 384)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ NAMES = [
         128,
         True,
     ),
+    # 96 columns: no number of waves but one has whole scale blocks of gate and up
+    (f"moe1_{A8W8}_t32x192x256_gui_fp8", f"moe2_{A8W8}_t32x512x128_atomic", 32, True),
     ("mxmoe_g1_a4w4_16x256x256_f16in_nt", "mxmoe_g2_a4w4_16x256x256_atomic_nt", 16, True),
     ("mxmoe_g1_a4w4_128x256x256_xcd4", "mxmoe_g2_a4w4_128x256x256_f4out", 128, False),
     ("mxmoe_g1_a4w4_32x256x256", "mxmoe_g2_a4w4_32x256x256_cshuffle", 32, False),
@@ -206,7 +208,7 @@ def test_every_family_of_names(emulate, monkeypatch, names):
     stage1, stage2, block_m, interleaved = names
     flavour = ("fp8", "fp8") if A8W8 in stage1 else ("fp4", "fp4")
     gate_mode = "interleave" if interleaved else "separated"
-    case = MoeCase.random(21, 1024, 512, 4, 2, "skewed", *flavour)
+    case = MoeCase.random(21, 1024, 384 if "x192x" in stage1 else 512, 4, 2, "skewed", *flavour)
     selector = selector_of(case, f"flydsl_{stage1}", f"flydsl_{stage2}", block_m, gate_mode)
     monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
     emulate(GFX950, order="random", seed=7)

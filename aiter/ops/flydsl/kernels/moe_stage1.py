@@ -70,6 +70,10 @@ class Stage1Key:
     xcd_group: int
     waves_per_eu: int | None
 
+    def __post_init__(self) -> None:
+        if self.tile.n_tiles % 4 and not self.apart:
+            raise ValueError(f"{self}: a wave takes gate and up of whole scale blocks")
+
     @property
     def steps(self) -> int:
         """K steps of one wave."""

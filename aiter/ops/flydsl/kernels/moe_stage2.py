@@ -47,7 +47,7 @@ from .device import (
     traced,
 )
 from .moe_routes import SLOT_SHIFT, TOKEN_MASK, item_to_block
-from .mx_gemm import MxLoop, MxOperands, MxTile
+from .mx_gemm import LDS_BYTES, MxLoop, MxOperands, MxTile
 from .tensor_shim import kernel_builder
 
 _ROWS_AT_ONCE = 4  # of a wave on their way from LDS to memory
@@ -70,6 +70,12 @@ class Stage2Key:
     w_cache: int  # cache policy of weight loads: 0 cached, 2 non-temporal
     xcd_group: int
     waves_per_eu: int | None
+
+    def __post_init__(self) -> None:
+        if self.tile.rows not in (2 * LANES, 4 * LANES, 8 * LANES):
+            raise ValueError(f"{self}: a lane takes 2, 4 or 8 columns of a row")
+        if self.lds_bytes > LDS_BYTES:
+            raise ValueError(f"{self}: needs {self.lds_bytes} bytes of LDS, of {LDS_BYTES}")
 
     @property
     def steps(self) -> int:

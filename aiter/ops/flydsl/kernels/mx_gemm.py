@@ -38,6 +38,10 @@ from .device import CHUNK, LANES, TraceObject, div, global_buffer, mod, shift_ri
 
 MFMA_K = 128
 SCALE_BLOCK = 32
+# A gfx950 SIMD's registers a lane, accumulation registers included, and a compute unit's LDS.
+_REGISTERS = 512
+LDS_BYTES = 160 << 10
+_MOST_THREADS = 1024
 _TWO_WAVES = 240  # registers of a lane, by `MxTile.vgprs`, with which a SIMD holds two waves
 SCALE_WORD_K = 256  # one 32-bit word a lane holds the scales of 32 rows x 256 k
 
@@ -93,6 +97,13 @@ class MxTile:
             raise ValueError(f"{self}: tile_k is 128 or 256")
         if self.stage_bytes % (CHUNK * LANES * self.n_waves):
             raise ValueError(f"{self}: the activation tile does not fill whole wave loads")
+        for needed, what, held in (
+            (self.threads, "threads", _MOST_THREADS),
+            (self.vgprs, "registers a lane", _REGISTERS),
+            (self.lds_bytes, "bytes of LDS", LDS_BYTES),
+        ):
+            if needed > held:
+                raise ValueError(f"{self}: needs {needed} {what}, there are {held}")
 
     @property
     def a(self) -> MxFormat:
@@ -171,11 +182,10 @@ class MxTile:
     def resident_groups(self) -> int:
         """Workgroups a compute unit holds at once, by registers and LDS.
 
-        A SIMD has 512 registers a lane (accumulation registers included) and a compute unit
-        four SIMDs and 160 KiB of LDS.
+        A compute unit has four SIMDs.
         """
-        waves = 4 * (512 // self.vgprs)
-        return max(1, min(waves * LANES // self.threads, (160 << 10) // self.lds_bytes))
+        waves = 4 * (_REGISTERS // self.vgprs)
+        return max(1, min(waves * LANES // self.threads, LDS_BYTES // self.lds_bytes))
 
     def waves_per_eu(self, hint: int) -> int | None:
         """`hint` as far as the registers allow it; None where it has no effect.
@@ -183,7 +193,7 @@ class MxTile:
         Asked for w waves, LLVM gives each half of its 512 / w registers for values and half for
         accumulation; a tile that needs more of the former has them copied to and fro.
         """
-        allowed = min(hint, 512 // (2 * self.vgprs))
+        allowed = min(hint, _REGISTERS // (2 * self.vgprs))
         return allowed if allowed > 1 else None
 
 

@@ -29,6 +29,8 @@ request with that name.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from aiter.ops.enum import ActivationType, GateMode, QuantType
 from aiter.ops.flydsl.kernel_names import (
     KernelName,
@@ -46,6 +48,8 @@ from aiter.ops.flydsl.kernels.mx_gemm import CHUNK, FORMATS, LANES, MxTile
 
 from .request import FP4, FP8, MoeRequest
 from .sizes import stage2_epilogue
+
+T = TypeVar("T")
 
 _FORMAT = {FP4: "fp4", FP8: "fp8"}
 _FLAVOURS = ((FP4, FP4), (FP8, FP4), (FP8, FP8))  # activations, weights
@@ -161,19 +165,28 @@ def _check_formats(request: MoeRequest, name: Moe1Name | Moe2Name) -> None:
         )
 
 
-def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int) -> int:
+def _waves(tile_m: int, a_row_bytes: int, rows: int, least_rows: int, unit: int) -> int:
     """Waves that share a tile's weight rows.
 
     64 rows each, which reuse an activation operand four times and leave room for 128 activation
     rows in registers. Down to `least_rows` and four waves where one would make more than four
     loads of the activation tile, whose addresses fill the scalar registers, or hold 128 rows of
-    it; more rows where the tile would not be a whole load of every wave.
+    it; more rows where the tile would not be a whole load of every wave, or a wave would not have
+    a multiple of `unit` rows.
     """
     loads = tile_m * a_row_bytes // (CHUNK * LANES)
     waves = max(1, rows // 64, min(max(loads // 4, tile_m // 32), rows // least_rows, 4))
-    while rows % (waves * 32) or loads % waves:
+    while waves > 1 and (rows % (waves * unit) or loads % waves):
         waves -= 1
     return waves
+
+
+def _served(kind: type[T], **fields: Any) -> T:
+    """A tile or key of `kind`; what it refuses cannot be served."""
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from None
 
 
 def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage1Key:
@@ -189,10 +202,10 @@ def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         )
     interleaved = layout == GateMode.INTERLEAVE
     columns = name.tile_n // 2 if interleaved else name.tile_n
+    if columns == 0 or columns % 32:
+        raise NotImplementedError(f"{columns} columns are no whole scale blocks")
     if request.inter_dim % columns or name.tile_m * columns > _MOST_OUTPUTS:
         columns = 128
-    if columns % 32:
-        raise NotImplementedError(f"{columns} columns are no whole scale blocks")
     if block_m % name.tile_m or request.inter_dim % columns:
         raise NotImplementedError(
             f"tile {name.tile_m}x{columns} does not divide blocks of {block_m} rows by "
@@ -206,17 +219,19 @@ def stage1_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         )
     rows = columns if apart else 2 * columns
     a_row_bytes = FORMATS[name.a_dtype].row_bytes(name.tile_k)
-    tile = MxTile(
+    tile = _served(
+        MxTile,
         a_format=name.a_dtype,
         w_format=name.w_dtype,
         tile_m=name.tile_m,
         rows=rows,
         tile_k=name.tile_k,
-        n_waves=_waves(name.tile_m, a_row_bytes, rows, 64),
+        n_waves=_waves(name.tile_m, a_row_bytes, rows, 64, 32 if apart else 64),
         k_waves=name.k_wave,
         pairing="apart" if apart else "rows" if interleaved else "halves",
     )
-    return Stage1Key(
+    return _served(
+        Stage1Key,
         model_dim=request.model_dim,
         inter_dim=request.inter_dim,
         tile=tile,
@@ -253,19 +268,20 @@ def stage2_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
     name = stage2_name(any_name)
     _check_formats(request, name)
     tile_k = name.tile_k if request.inter_dim % name.tile_k == 0 else 128
-    if block_m % name.tile_m or request.model_dim % name.tile_n or name.tile_n % LANES:
+    if block_m % name.tile_m or request.model_dim % name.tile_n:
         raise NotImplementedError(
             f"tile {name.tile_m}x{name.tile_n} does not divide blocks of {block_m} rows by "
             f"model_dim {request.model_dim}"
         )
     a_row_bytes = FORMATS[name.a_dtype].row_bytes(tile_k)
-    tile = MxTile(
+    tile = _served(
+        MxTile,
         a_format=name.a_dtype,
         w_format=name.w_dtype,
         tile_m=name.tile_m,
         rows=name.tile_n,
         tile_k=tile_k,
-        n_waves=_waves(name.tile_m, a_row_bytes, name.tile_n, 32),
+        n_waves=_waves(name.tile_m, a_row_bytes, name.tile_n, 32, 32),
     )
     epilogue = stage2_epilogue(
         name.epilogue,
@@ -274,7 +290,8 @@ def stage2_key(request: MoeRequest, any_name: KernelName, block_m: int) -> Stage
         request.model_dim,
         request.policy.force_reduce,
     )
-    return Stage2Key(
+    return _served(
+        Stage2Key,
         model_dim=request.model_dim,
         inter_dim=request.inter_dim,
         topk=request.topk if epilogue == "reduce" else 0,
