@@ -6,8 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from atom.mono.runtime.compare import ResultsDiffer, require_same_on_all_ranks
 from atom.mono.runtime.consensus import MonoUnsupported, bind_agreed, tp_agree, tp_same
 from atom.mono.runtime.peer_memory import HipIpcAllocator
 from op_tests.mono.runtime.fake_hip import FakeHip
@@ -40,6 +42,14 @@ def _addresses(group: Any, hip: FakeHip, nbytes: int) -> str | list[str]:
     return ["peer's" if is_opened else "own" for is_opened in opened]
 
 
+def _compared(result: torch.Tensor, group: Any) -> str:
+    try:
+        require_same_on_all_ranks(result, group, "step")
+    except ResultsDiffer as error:
+        return str(error)
+    return "one"
+
+
 def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
     """Vote in every scenario over a real gloo group and put (rank, answers) into `results`."""
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
@@ -68,6 +78,9 @@ def rank_main(rank: int, ranks: int, folder: str, results: Any) -> None:
                 "last cannot open": _addresses(
                     group, FakeHip("hipIpcOpenMemHandle" if last else ""), 64
                 ),
+                "results are one": _compared(torch.ones(4), group),
+                "last result differs": _compared(torch.ones(4) + last * 2**-20, group),
+                "last result is NaN": _compared(torch.ones(4) / (not last), group),
                 "still in step": tp_agree(True, group),
             },
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
+from atom.mono.runtime.compare import ResultsDiffer, require_same_on_all_ranks
 from atom.mono.runtime.consensus import MonoUnsupported, bind_agreed, tp_agree, tp_same
 from op_tests.mono.runtime.gloo_ranks import rank_main
 
@@ -85,8 +87,27 @@ def test_memory_that_one_rank_lacks_is_refused_by_all_and_given_back(
     assert [answer[scenario] for answer in answers] == [others] * (RANKS - 1) + [own]
 
 
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("results are one", "one"),
+        ("last result differs", "step: ranks [2] do not have the bits of rank 0"),
+        (
+            "last result is NaN",
+            "step: rank 2 has 4 elements that are no numbers; "
+            "ranks [2] do not have the bits of rank 0",
+        ),
+    ],
+)
+def test_every_rank_hears_whose_result_differs(answers, scenario: str, expected: str):
+    assert [answer[scenario] for answer in answers] == [expected] * RANKS
+
+
 def test_a_single_rank_agrees_with_itself():
     assert (tp_agree(True, None), tp_agree(False, None), tp_same("x", None)) == (True, False, True)
     assert bind_agreed(lambda: 5, None) == 5
+    require_same_on_all_ranks(torch.zeros(3, dtype=torch.bfloat16), None, "step")
+    with pytest.raises(ResultsDiffer, match="rank 0 has 1 elements that are no numbers"):
+        require_same_on_all_ranks(torch.tensor([1, torch.inf]), None, "step")
     with pytest.raises(MonoUnsupported, match="own"):
         bind_agreed(lambda: (_ for _ in ()).throw(MonoUnsupported("own")), None)

@@ -11,11 +11,12 @@ import torch
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted
 from atom.mono.device.step_begin import STEP_BEGIN_ABI
+from atom.mono.models.minimax_m3 import contract
 from atom.mono.models.minimax_m3.builds import DENSE_POST_ABI, SPARSE_ABI
 from atom.mono.models.minimax_m3.config import Config
 from atom.mono.models.minimax_m3.dispatch import refusals, width_for
 from atom.mono.models.minimax_m3.execution import Builders
-from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity
+from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity, layer_builders
 from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
 from atom.mono.runtime import route
 from atom.mono.runtime.consensus import MonoUnsupported
@@ -390,6 +391,32 @@ def test_ranks_that_differ_in_anything_that_changes_code_differ_in_identity():
         replace(base, dims=replace(DIMS, topk=3)),
     ]
     assert len({identity(config) for config in (base, *others)}) == 7
+
+
+@pytest.mark.parametrize("option", ["debug", "timeline", "check"])
+def test_the_environment_asks_for_what_the_configuration_does_not(
+    monkeypatch: pytest.MonkeyPatch, option: str
+):
+    base = small_config(**FEW)
+    assert base.with_env() == base
+    monkeypatch.setenv(f"ATOM_MONO_{option.upper()}", "1")
+    assert base.with_env() == replace(base, **{option: True})
+    monkeypatch.setenv(f"ATOM_MONO_{option.upper()}", "0")
+    asked = replace(base, **{option: True})
+    assert asked.with_env() == asked
+
+
+@pytest.mark.compile
+def test_check_mode_refuses_a_width_whose_hand_offs_are_broken(
+    gfx950, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    config = small_config(**FEW, check=True)
+    runner = make_runner(config, builders=layer_builders())
+    declared = contract.hand_offs
+    without = lambda build: tuple(d for d in declared(build) if d.name != "activated")
+    monkeypatch.setattr(contract, "hand_offs", without)
+    assert not runner.prepare(1)
+    assert "activated, which is not declared" in caplog.text
 
 
 @pytest.mark.parametrize("reusing", [{2}, {5}, {1}])

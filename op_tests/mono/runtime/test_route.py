@@ -93,6 +93,16 @@ def test_a_refusal_is_logged_and_final(caplog: pytest.LogCaptureFixture):
         _ = lazy.runner
 
 
+def test_the_environment_closes_every_route(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ATOM_MONO_ENABLE", "0")
+    make = Maker()
+    lazy = LazyRunner(make, "mono")
+    monkeypatch.delenv("ATOM_MONO_ENABLE")
+    assert not lazy.ready(4)
+    assert (make.calls, lazy.enabled) == (0, False)
+    assert LazyRunner(make, "mono").ready(4)
+
+
 def test_another_error_is_raised_once_and_disables_the_path():
     make = Maker(KeyError("a defect"))
     lazy = LazyRunner(make, "mono")
