@@ -143,7 +143,7 @@ def test_any_name_is_served_or_refused(types, tile, block_m, model_dim, inter_di
     [
         ("flydsl_moe1_afp4_wfp4_bf16_t16x64x512", "tile_k is 128 or 256"),
         ("flydsl_moe1_afp4_wfp4_bf16_t16x1x256_gui", "scale blocks"),
-        ("flydsl_moe1_afp4_wfp4_bf16_t24x64x256", "multiples of 16"),
+        ("flydsl_moe1_afp4_wfp4_bf16_t24x64x256", "tile_m is 16 or"),
         ("flydsl_moe1_afp8_wfp4_bf16_t128x128x256_kw3", "bytes of LDS"),
         ("flydsl_moe2_afp4_wfp4_bf16_t32x64x256_reduce", "2, 4 or 8 columns"),
         ("flydsl_moe2_afp4_wfp4_bf16_t32x192x256_atomic", "2, 4 or 8 columns"),
@@ -161,6 +161,7 @@ def test_tiles_beyond_the_kernels_are_refused_with_the_reason(name, reason):
     "bad",
     [
         ("fp8", "fp4", 24, 128, 256, 2),
+        ("fp8", "fp4", 48, 128, 256, 2),
         ("fp8", "fp4", 32, 96, 256, 2),
         ("fp8", "fp4", 32, 128, 192, 2),
         ("fp4", "fp4", 16, 256, 128, 4),

@@ -89,8 +89,12 @@ class MxTile:
 
     def __post_init__(self) -> None:
         wave_rows = self.rows // self.n_waves
-        if self.tile_m % 16 or wave_rows % 32 or wave_rows * self.n_waves != self.rows:
-            raise ValueError(f"{self}: a wave takes multiples of 16 by 32 rows")
+        if wave_rows % 32 or wave_rows * self.n_waves != self.rows:
+            raise ValueError(f"{self}: a wave takes multiples of 32 rows")
+        # Scales come in words of 32 rows, of which a tile may begin in the middle only if it ends
+        # with the word.
+        if self.tile_m != 16 and self.tile_m % 32:
+            raise ValueError(f"{self}: tile_m is 16 or a multiple of 32")
         if self.pairing == "halves" and wave_rows % 64:
             raise ValueError(f"{self}: a wave takes 32 rows of each half")
         if self.tile_k not in (MFMA_K, 2 * MFMA_K):
