@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -27,12 +28,24 @@ def persistent_launcher(kernel: KernelFunction, symbol: str, blocks: int) -> fly
         stream = arguments.pop("stream")
         kernel(**arguments).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
-    taken = inspect.signature(kernel._func, eval_str=True).parameters.values()
-    stream = inspect.Parameter(
-        "stream", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=fx.Stream
-    )
+    taken = inspect.signature(kernel._func, eval_str=True).parameters
+    types = {name: parameter.annotation for name, parameter in taken.items()}
+    return launcher_of(launch, f"launch_{symbol}", types)
+
+
+def launcher_of(
+    launch: Callable[..., None], name: str, types: Mapping[str, type]
+) -> flyc.JitFunction:
+    """`launch(**arguments)` as a launcher `name` with parameters of `types`, then the stream.
+
+    For parameters that are declared elsewhere: written out they would be a second list to keep.
+    """
     launcher = flyc.jit(launch)
-    # A launcher's parameters are its kernel's; written out they would be a second list to keep.
-    launcher.func.__signature__ = inspect.Signature([*taken, stream])
-    launcher.func.__name__ = f"launch_{symbol}"
+    launcher.func.__name__ = name
+    launcher.func.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in {**types, "stream": fx.Stream}.items()
+        ]
+    )
     return launcher

@@ -7,15 +7,28 @@ order, on which buffers: the words that came in plus 1 + 2 + ... + layers.
 
 from __future__ import annotations
 
+import inspect
+
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 import torch
 from flydsl.compiler.jit_function import JitFunction
+from flydsl.compiler.kernel_function import KernelFunction
 
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.device import global_pointer, traced
 from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
-from atom.mono.models.minimax_m3.builds import DensePostBuild, DensePreBuild, Dims, SparseBuild
+from atom.mono.device.launch import launcher_of
+from atom.mono.models.minimax_m3.builds import (
+    DENSE_POST_ABI,
+    DENSE_PRE_ABI,
+    I32_NAMES,
+    SPARSE_ABI,
+    DensePostBuild,
+    DensePreBuild,
+    Dims,
+    SparseBuild,
+)
 from atom.mono.models.minimax_m3.config import Config
 from atom.mono.models.minimax_m3.execution import Builders, Step
 from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner
@@ -51,6 +64,16 @@ def _add(h_out: fx.Int64, h_in: fx.Int64, words: int, number: fx.Int32) -> None:
         global_pointer(fx.Int32, h_out)[fx.Int32(i)] = value + number
 
 
+def _types(abi: tuple[str, ...]) -> dict[str, type]:
+    return {name: fx.Int32 if name in I32_NAMES else fx.Int64 for name in abi}
+
+
+def _start(kernel: KernelFunction, given: dict) -> None:
+    """Start `kernel` with those of a launcher's arguments that it takes."""
+    taken = {name: given[name] for name in inspect.signature(kernel._func).parameters}
+    kernel(**taken).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=given["stream"])
+
+
 @kernel_builder
 def build_dense_pre(key: DensePreBuild) -> JitFunction:
     """q_out[0] = layer."""
@@ -59,30 +82,10 @@ def build_dense_pre(key: DensePreBuild) -> JitFunction:
     def dense_pre(q_out: fx.Int64, layer: fx.Int32):
         global_pointer(fx.Int32, q_out)[fx.Int32(0)] = layer
 
-    @flyc.jit
-    def launch_dense_pre(
-        norm_w: fx.Int64,
-        qkv_w: fx.Int64,
-        qkv_s: fx.Int64,
-        q_norm_w: fx.Int64,
-        k_norm_w: fx.Int64,
-        cos_sin: fx.Int64,
-        k_cache: fx.Int64,
-        v_cache: fx.Int64,
-        cache_scales: fx.Int64,
-        q_out: fx.Int64,
-        scratch: fx.Int64,
-        layer: fx.Int32,
-        diag: fx.Int64,
-        stamps: fx.Int64,
-        h_in: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
-        stream: fx.Stream,
-    ):
-        dense_pre(q_out, layer).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+    def launch(**given):
+        _start(dense_pre, given)
 
-    return launch_dense_pre
+    return launcher_of(launch, "launch_dense_pre", _types(DENSE_PRE_ABI))
 
 
 @kernel_builder
@@ -94,29 +97,10 @@ def build_dense_post(key: DensePostBuild) -> JitFunction:
     def dense_post(h_out: fx.Int64, h_in: fx.Int64, attn_in: fx.Int64):
         _add(h_out, h_in, words, global_pointer(fx.Int32, attn_in)[fx.Int32(0)] + 1)
 
-    @flyc.jit
-    def launch_dense_post(
-        attn_in: fx.Int64,
-        o_w: fx.Int64,
-        o_s: fx.Int64,
-        norm_w: fx.Int64,
-        gate_up_w: fx.Int64,
-        gate_up_s: fx.Int64,
-        down_w: fx.Int64,
-        down_s: fx.Int64,
-        scratch: fx.Int64,
-        peers: fx.Int64,
-        rank: fx.Int32,
-        layer: fx.Int32,
-        diag: fx.Int64,
-        stamps: fx.Int64,
-        h_out: fx.Int64,
-        h_in: fx.Int64,
-        stream: fx.Stream,
-    ):
-        dense_post(h_out, h_in, attn_in).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+    def launch(**given):
+        _start(dense_post, given)
 
-    return launch_dense_post
+    return launcher_of(launch, "launch_dense_post", _types(DENSE_POST_ABI))
 
 
 @kernel_builder
@@ -137,49 +121,10 @@ def build_sparse(key: SparseBuild) -> JitFunction:
     ):
         _add(h_out, h_in, words, layer + 1)
 
-    @flyc.jit
-    def launch_sparse(
-        norm1_w: fx.Int64,
-        qkv_w: fx.Int64,
-        qkv_s: fx.Int64,
-        q_norm_w: fx.Int64,
-        k_norm_w: fx.Int64,
-        iq_norm_w: fx.Int64,
-        ik_norm_w: fx.Int64,
-        cos_sin: fx.Int64,
-        k_cache: fx.Int64,
-        v_cache: fx.Int64,
-        index_cache: fx.Int64,
-        cache_scales: fx.Int64,
-        selection: fx.Int64,
-        o_w: fx.Int64,
-        o_s: fx.Int64,
-        norm2_w: fx.Int64,
-        router_w: fx.Int64,
-        router_bias: fx.Int64,
-        gate_up_w: fx.Int64,
-        gate_up_s: fx.Int64,
-        down_w: fx.Int64,
-        down_s: fx.Int64,
-        scratch: fx.Int64,
-        peers: fx.Int64,
-        rank: fx.Int32,
-        layer: fx.Int32,
-        diag: fx.Int64,
-        stamps: fx.Int64,
-        h_out: fx.Int64,
-        h_in: fx.Int64,
-        positions: fx.Int64,
-        slots: fx.Int64,
-        block_table: fx.Int64,
-        table_stride: fx.Int32,
-        stream: fx.Stream,
-    ):
-        sparse_layer(h_out, h_in, positions, slots, block_table, qkv_w, layer, table_stride).launch(
-            grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream
-        )
+    def launch(**given):
+        _start(sparse_layer, given)
 
-    return launch_sparse
+    return launcher_of(launch, "launch_sparse", _types(SPARSE_ABI))
 
 
 STAND_INS = Builders(build_dense_pre, build_dense_post, build_sparse)

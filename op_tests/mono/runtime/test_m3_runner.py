@@ -393,6 +393,13 @@ def test_ranks_that_differ_in_anything_that_changes_code_differ_in_identity():
     assert len({identity(config) for config in (base, *others)}) == 7
 
 
+def test_one_sparse_layer_of_so_many_selects():
+    every, fourth = Config().with_index_topk_freq(1), Config().with_index_topk_freq(4)
+    assert every == Config()
+    assert [i for i in range(60) if fourth.selects(i)] == list(range(3, 60, 4))
+    assert fourth.launches == 64
+
+
 @pytest.mark.parametrize("option", ["debug", "timeline", "check"])
 def test_the_environment_asks_for_what_the_configuration_does_not(
     monkeypatch: pytest.MonkeyPatch, option: str

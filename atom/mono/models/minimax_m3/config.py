@@ -69,6 +69,14 @@ class Config:
         if not set(self.aux_layers) <= set(range(self.layers)):
             raise ValueError(f"aux_layers {self.aux_layers} of a model of {self.layers} layers")
 
+    def with_index_topk_freq(self, freq: int) -> Config:
+        """With the first of every `freq` sparse layers selecting and the others reusing.
+
+        The meaning of a checkpoint's `index_topk_freq` where `use_index_cache` is set.
+        """
+        reusing = (i for i in self.sparse_layers if (i - self.dense_layers) % freq)
+        return replace(self, reusing=frozenset(reusing))
+
     def with_env(self) -> Config:
         """With what the environment asks for besides: ATOM_MONO_DEBUG, _TIMELINE and _CHECK."""
         return replace(
