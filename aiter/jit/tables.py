@@ -1,9 +1,8 @@
 """Tuned tables as text: read, check, merge. A cell leaves as it came in.
 
 Nothing here turns a cell into a number except to compare: an integer column with a blank
-cell keeps its "64", and a file that says "64.0" keeps that. Keys compare by value (256 and
-256.0 are one key), of rows with one key the fastest wins, and the merge writes no file:
-it returns what it dropped. Imports neither torch nor pandas.
+cell keeps its "64", and a file that says "64.0" keeps that. Of rows with one key the fastest
+wins, and the merge writes no file: it returns what it dropped. Imports neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +56,10 @@ class RawRow:
         cell = self.cells.get(column, "").strip()
         return "" if cell.lower() in _BLANK else cell
 
-    def integer(self, column: str, default: int | None = None) -> int:
+    def integer(self, column: str, default: int | None = None, low: int | None = None) -> int:
         """The cell as an integer; "256.0" is one. Blank gives ``default``, if there is one.
 
-        Raises TableError naming file, line and column.
+        Raises TableError naming file, line and column, for a number below ``low`` too.
         """
         text = self.text(column)
         if not text and default is not None:
@@ -68,6 +67,8 @@ class RawRow:
         value = _number(text)
         if value is None or not value.is_integer():
             raise self.error(f"{text!r} is not an integer", column)
+        if low is not None and value < low:
+            raise self.error(f"{text} is below {low}", column)
         return int(value)
 
     def error(self, problem: str, column: str = "", remedy: str = "correct the cell") -> TableError:
@@ -110,8 +111,11 @@ class RawTable:
 # ---------------------------------------------------------------- reading
 
 
-def read_table(path: Path, required: Iterable[str] = ()) -> RawTable:
-    """Read one CSV file. ``required`` columns must be in its header.
+def read_table(
+    path: Path, required: Iterable[str] = (), foreign: Mapping[str, str] | None = None
+) -> RawTable:
+    """Read one CSV file. ``required`` columns must be in its header; one of ``foreign`` tells a
+    table of another family, which it names and which is refused.
 
     A row shorter than the header is kept and reported as a defect: real tables have rows
     that lack a trailing cell. A longer one is refused, since every cell after the surplus
@@ -133,7 +137,7 @@ def read_table(path: Path, required: Iterable[str] = ()) -> RawTable:
         raise TableError(
             path, f"not CSV ({error})", "quote cells in pairs", line=reader.line_num
         ) from None
-    columns = _header(path, lines[0], required)
+    columns = _header(path, lines[0], required, foreign or {})
     if len(lines) == 1:
         raise TableError(path, "there is a header but no row", "add rows, or leave the file out")
     rows, defects = [], []
@@ -150,12 +154,21 @@ def read_table(path: Path, required: Iterable[str] = ()) -> RawTable:
     return RawTable(columns, tuple(rows), tuple(defects))
 
 
-def _header(path: Path, line: tuple[int, list[str]], required: Iterable[str]) -> tuple[str, ...]:
+def _header(
+    path: Path,
+    line: tuple[int, list[str]],
+    required: Iterable[str],
+    foreign: Mapping[str, str],
+) -> tuple[str, ...]:
     columns = tuple(cell.strip() for cell in line[1])
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         problem = f"the header names {', '.join(map(repr, twice))} twice"
         raise TableError(path, problem, "rename one of the columns", line=line[0])
+    for name, family in foreign.items():
+        if name in columns:
+            problem = f"its rows are of {family} (column {name}), whose kernels are not built yet"
+            raise TableError(path, problem, "leave the table out", line=line[0])
     missing = [name for name in required if name not in columns]
     if missing:
         problem = f"the header lacks {', '.join(missing)}"
@@ -192,42 +205,28 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def value_of(text: str) -> str | float:
-    """What a key compares: the number a cell holds, else its text; blank words are ""."""
-    text = text.strip()
-    if text.lower() in _BLANK:
-        return ""
-    number = _number(text)
-    return text if number is None else number
-
-
-def key_of(row: RawRow, columns: Sequence[str]) -> tuple[str | float, ...]:
-    """The row's key over ``columns``, comparing by value."""
-    return tuple(value_of(row.cells.get(column, "")) for column in columns)
-
-
 def microseconds(row: RawRow, column: str = "us") -> float:
     """The measured time; infinity where it is blank, no number, zero or negative."""
     value = _number(row.text(column))
     return value if value is not None and value > 0 else math.inf
 
 
-def merge_tables(tables: Sequence[RawTable], key_columns: Sequence[str]) -> RawTable:
-    """One table of all rows, with one row a key: the fastest, or of equals the first.
+def merge_tables(tables: Sequence[RawTable], key: Callable[[RawRow], Hashable]) -> RawTable:
+    """One table of all rows, with one row a ``key``: the fastest, or of equals the first.
 
     Columns are the union; those that a later table adds go before ``tflops``. Rows keep the
     order in which their key first appeared. Pure: no file and no argument changes.
     """
-    best: dict[tuple[str | float, ...], RawRow] = {}
+    best: dict[Hashable, RawRow] = {}
     conflicts = []
     for table in tables:
         for row in table.rows:
-            key = key_of(row, key_columns)
-            held = best.setdefault(key, row)
+            its_key = key(row)
+            held = best.setdefault(its_key, row)
             if held is not row:
                 faster = microseconds(row) < microseconds(held)
                 kept, dropped = (row, held) if faster else (held, row)
-                best[key] = kept
+                best[its_key] = kept
                 conflicts.append(Conflict(kept, dropped))
     return RawTable(
         _union([table.columns for table in tables]),

@@ -17,7 +17,6 @@ from aiter.jit.tables import (
     RawRow,
     RawTable,
     Source,
-    TableError,
     fill_gfx,
     merge_tables,
     microseconds,
@@ -33,8 +32,11 @@ DTYPE_NAMES = frozenset(
     | {"float4_e2m1fn_x2", "int8", "int4", "uint8"}
 )
 
-# Rows with it name one expert whose weights have a precision of their own.
-SHARED_EXPERT_COLUMN = "shared_expert_id"
+# Columns of other families' tables.
+_OTHER_FAMILIES = {
+    "shared_expert_id": "MoE with a shared expert of its own precision",
+    "max_m": "the grouped MoE of gfx1250",
+}
 
 # Rows marked as a substitute for kernels that were missing when they were tuned.
 FALLBACK_TAG = "flydsl_fallback"
@@ -64,8 +66,11 @@ class TunedKey:
     doweight_stage1: bool
 
 
-KEY_COLUMNS = tuple(f.name for f in fields(TunedKey))
-REQUIRED_COLUMNS = (*KEY_COLUMNS[1:], "block_m", "kernelName1", "kernelName2")
+# The architecture may be left to the number of compute units.
+REQUIRED_COLUMNS = (
+    *(f.name for f in fields(TunedKey) if f.name != "gfx"),
+    *("block_m", "kernelName1", "kernelName2"),
+)
 
 
 @dataclass(frozen=True)
@@ -112,23 +117,13 @@ def load_fmoe(paths: Iterable[Path]) -> FmoeTable:
 
     Rows tagged ``flydsl_fallback`` are left out. Raises TableError.
     """
-    tables = [_without_fallback(fill_gfx(_read_fmoe(path))) for path in paths]
-    merged = merge_tables(tables, KEY_COLUMNS)
+    tables = [
+        _without_fallback(fill_gfx(read_table(path, REQUIRED_COLUMNS, _OTHER_FAMILIES)))
+        for path in paths
+    ]
+    merged = merge_tables(tables, _parse_key)
     rows = tuple(map(parse_row, merged.rows))
     return FmoeTable(rows, merged.defects, merged.conflicts)
-
-
-def _read_fmoe(path: Path) -> RawTable:
-    table = read_table(path, REQUIRED_COLUMNS)
-    if SHARED_EXPERT_COLUMN in table.columns:
-        raise TableError(
-            path,
-            f"its rows are of MoE with a shared expert ({SHARED_EXPERT_COLUMN}), whose kernels "
-            "are not built yet",
-            "give a table without that column",
-            line=1,
-        )
-    return table
 
 
 def _without_fallback(table: RawTable) -> RawTable:
@@ -141,7 +136,7 @@ def parse_row(row: RawRow) -> TunedRow:
     us = microseconds(row)
     return TunedRow(
         key=_parse_key(row),
-        block_m=row.integer("block_m"),
+        block_m=row.integer("block_m", low=1),
         ksplit=row.integer("ksplit", 0),
         run_1stage=_flag(row, "run_1stage", 0),
         kernel1=row.text("kernelName1"),
@@ -155,12 +150,12 @@ def parse_row(row: RawRow) -> TunedRow:
 def _parse_key(row: RawRow) -> TunedKey:
     return TunedKey(
         gfx=row.text("gfx"),
-        cu_num=row.integer("cu_num"),
-        token=row.integer("token"),
-        model_dim=row.integer("model_dim"),
-        inter_dim=row.integer("inter_dim"),
-        expert=row.integer("expert"),
-        topk=row.integer("topk"),
+        cu_num=row.integer("cu_num", low=1),
+        token=row.integer("token", low=1),
+        model_dim=row.integer("model_dim", low=1),
+        inter_dim=row.integer("inter_dim", low=1),
+        expert=row.integer("expert", low=1),
+        topk=row.integer("topk", low=1),
         act_type=_parsed(row, "act_type", ActivationType.parse),
         dtype=_parsed(row, "dtype", _dtype),
         q_dtype_a=_parsed(row, "q_dtype_a", _dtype),

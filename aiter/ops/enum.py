@@ -25,7 +25,7 @@ class _Cell:
         if known_prefix and name.lower() in members:
             return members[name.lower()]
         names = ", ".join(member.name for member in cls)  # type: ignore[attr-defined]
-        raise ValueError(f"{cell!r} is not a {cls.__name__}; expected one of {names}")
+        raise ValueError(f"{cell!r} is no {cls.__name__}; expected one of {names}")
 
     @property
     def cell(self) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiter.jit.core import Configs, TableError, load_fmoe, merge_tables, read_table, to_csv
-from aiter.jit.tables import RawRow, RawTable, Source, key_of, microseconds, value_of
+from aiter.jit.tables import RawRow, RawTable, Source, microseconds
 from aiter.jit.tuned import REQUIRED_COLUMNS
 from aiter.ops.enum import ActivationType, QuantType
 
@@ -115,34 +115,37 @@ class TestReading:
     def test_blank_words_are_blank(self, word: str):
         row = RawRow({"a": word}, Source(Path("t.csv"), 2))
         assert row.text("a") == ""
-        assert value_of(word) == ""
         assert row.integer("a", 7) == 7
         with pytest.raises(TableError, match=r"t\.csv:2, column a: '' is not an integer"):
             row.integer("a")
 
 
+def _k(row: RawRow) -> str:
+    return row.text("k")
+
+
 class TestMerging:
-    def test_keys_compare_by_value(self):
-        a = _table({"cu_num": "256", "name": "x", "us": "2"})
-        b = _table({"cu_num": "256.0", "name": "x", "us": "1"}, name="b.csv")
-        merged = merge_tables([a, b], ["cu_num", "name"])
-        assert [row.cells["cu_num"] for row in merged.rows] == ["256.0"]
+    def test_of_two_tables_the_faster_row_wins_and_the_other_is_reported(self):
+        a = _table({"k": "256", "us": "2"})
+        b = _table({"k": "256", "us": "1"}, name="b.csv")
+        merged = merge_tables([a, b], _k)
+        assert [row.cells["us"] for row in merged.rows] == ["1"]
         assert str(merged.conflicts[0]) == "a.csv:2: same key as b.csv:2, which is faster or first"
 
     def test_the_fastest_wins_on_numeric_us_with_unmeasured_last(self):
         times = ["", "nan", "0", "-1", "9.5", "10.2", "9.50"]
-        merged = merge_tables([_table(*({"k": "1", "us": us} for us in times))], ["k"])
+        merged = merge_tables([_table(*({"k": "1", "us": us} for us in times))], _k)
         assert [(row.cells["us"], row.source.line) for row in merged.rows] == [("9.5", 6)]
         assert len(merged.conflicts) == len(times) - 1
 
     def test_of_rows_not_measured_the_first_wins(self):
-        merged = merge_tables([_table({"k": "1", "us": ""}, {"k": "1", "us": "nan"})], ["k"])
+        merged = merge_tables([_table({"k": "1", "us": ""}, {"k": "1", "us": "nan"})], _k)
         assert merged.rows[0].source.line == 2
 
     def test_columns_are_the_union_with_new_ones_before_tflops(self):
         a = _table({"k": "1", "tflops": "3", "bw": "4"})
         b = _table({"gfx": "gfx950", "k": "2", "flat": "0", "tflops": "5"})
-        merged = merge_tables([a, b], ["k"])
+        merged = merge_tables([a, b], _k)
         assert merged.columns == ("k", "gfx", "flat", "tflops", "bw")
         assert to_csv(merged) == "k,gfx,flat,tflops,bw\n1,,,3,4\n2,gfx950,0,5,\n"
 
@@ -167,13 +170,13 @@ class TestMerging:
         tables = [
             _table(*part, name=f"{i}") for i, part in enumerate([rows[:cut], rows[cut:]]) if part
         ]
-        merged = merge_tables(tables, ["k"])
+        merged = merge_tables(tables, _k)
         everything = [row for table in tables for row in table.rows]
         dropped = [conflict.dropped for conflict in merged.conflicts]
         assert sorted(map(repr, [*merged.rows, *dropped])) == sorted(map(repr, everything))
-        best = {key_of(row, ["k"]): microseconds(row) for row in merged.rows}
+        best = {_k(row): microseconds(row) for row in merged.rows}
         assert len(best) == len(merged.rows)
-        assert all(best[key_of(row, ["k"])] <= microseconds(row) for row in everything)
+        assert all(best[_k(row)] <= microseconds(row) for row in everything)
 
 
 class TestTypedRows:
@@ -219,8 +222,11 @@ class TestTypedRows:
             ("token", "64.5", "'64.5' is not an integer"),
             ("block_m", "", "'' is not an integer"),
             ("expert", "inf", "'inf' is not an integer"),
-            ("act_type", "ActivationType.Tanh", "is not a ActivationType"),
-            ("q_type", "per_2x2", "is not a QuantType"),
+            ("topk", "0", "0 is below 1"),
+            ("model_dim", "-512", "-512 is below 1"),
+            ("block_m", "0.0", "0.0 is below 1"),
+            ("act_type", "ActivationType.Tanh", "is no ActivationType"),
+            ("q_type", "per_2x2", "is no QuantType"),
             ("q_dtype_a", "torch.float7", "'torch.float7' is not an element type"),
             ("use_g1u1", "2", "2 is not 0 or 1"),
         ],
@@ -253,11 +259,22 @@ class TestTypedRows:
         assert [row.block_m for row in by_activation.values()] == [32, 64, 64]
         assert table.lookup(type(key)(**{**vars(key), "token": 128})) is None
 
-    def test_a_table_of_shared_expert_rows_is_not_taken_for_one_of_ordinary_rows(
-        self, tmp_path: Path
+    def test_keys_compare_by_value_however_they_are_spelled(self, tmp_path: Path):
+        other = {"cu_num": "256.0", "act_type": "silu", "dtype": "bfloat16", "use_g1u1": "True"}
+        assert all(ROW[column] != cell for column, cell in other.items())
+        table = self._load(tmp_path, ROW, {**ROW, **other, "us": "0.5"})
+        assert [row.us for row in table.rows] == [0.5]
+        assert [conflict.dropped.source.line for conflict in table.conflicts] == [2]
+
+    @pytest.mark.parametrize(
+        ("column", "family"), [("shared_expert_id", "shared expert"), ("max_m", "grouped MoE")]
+    )
+    def test_a_table_of_another_family_is_named_as_such(
+        self, tmp_path: Path, column: str, family: str
     ):
-        row = {**ROW, "shared_expert_id": "384"}
-        with pytest.raises(TableError, match="shared expert"):
+        row = {**ROW, column: "384"}
+        del row["block_m"]
+        with pytest.raises(TableError, match=f"{family}.* are not built yet"):
             self._load(tmp_path, row, columns=list(row))
 
     def test_no_tables_are_a_table_of_no_rows(self):

@@ -53,7 +53,7 @@ def test_enum_cells_round_trip(member: ActivationType | QuantType | GateMode):
 
 @pytest.mark.parametrize("cell", ["QuantType.Silu", "QuantType.No", "ActivationType.Relu", "", "."])
 def test_cells_of_another_enum_are_refused(cell: str):
-    with pytest.raises(ValueError, match="is not a ActivationType; expected one of No, Silu"):
+    with pytest.raises(ValueError, match="is no ActivationType; expected one of No, Silu"):
         ActivationType.parse(cell)
 
 
