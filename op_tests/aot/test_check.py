@@ -147,14 +147,18 @@ def test_a_kernel_that_cannot_be_traced_is_a_miss(built):
     assert "its key cannot be found: ZeroDivisionError" in str(found.misses[0])
 
 
-@pytest.mark.parametrize("state", ["absent", "garbage"])
-def test_without_a_usable_manifest_everything_is_a_miss(cache, state):
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [("absent", "build the cache first"), ("garbage", "remove it and build anew")],
+)
+def test_without_a_usable_manifest_everything_is_a_miss(cache, state, remedy):
     path = cache / manifest.MANIFEST
     path.unlink() if state == "absent" else path.write_text("{")
     found = look(cache, scale_request(TWO), scale_request(THREE))
     assert len(found.misses) == 2
-    assert "build the cache first" in str(found.misses[0])
-    assert manifest.MANIFEST in str(found.misses[0])
+    assert manifest.MANIFEST in found.unusable
+    assert remedy in found.unusable
+    assert all(found.unusable in str(miss) for miss in found.misses)
 
 
 def test_an_artifact_that_cannot_be_read_is_a_miss(cache):

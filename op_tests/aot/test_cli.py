@@ -205,6 +205,17 @@ def test_a_setting_that_does_not_parse_exits_2(capsys, table, monkeypatch):
     assert "AITER_MAX_JOBS='many' is not an integer" in refused(capsys, "--csv", table)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CU_NUM", "x"), ("AITER_FLYDSL_FORCE", "maybe"), ("AITER_FLYDSL_AOT_TIMEOUT", "0")],
+)
+def test_a_setting_that_only_a_worker_reads_is_refused_as_well(
+    capsys, table, monkeypatch, name, value
+):
+    monkeypatch.setenv(name, value)
+    assert f"{name}='{value}' is not" in refused(capsys, "--csv", table, "--list")
+
+
 @pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--check", "--list"], ["--frobnicate"]])
 def test_a_wrong_command_line_exits_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
@@ -253,6 +264,7 @@ def test_a_check_without_a_cache_exits_1(capsys, table, tmp_path):
     code, log = call_here(capsys, "--csv", table, "--cache-dir", tmp_path / "absent", "--check")
     assert code == 1
     assert "build the cache first" in log
+    assert log.count("[MISS]") == 1
     assert not (tmp_path / "absent").exists()
 
 

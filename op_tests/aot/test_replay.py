@@ -100,7 +100,13 @@ def test_a_flavour_that_is_not_built_yet_fails_and_is_not_dropped(tmp_path):
 def test_a_row_no_token_count_reaches_is_skipped(tmp_path):
     found = replay(write_table(tmp_path / "t.csv", {"token": "3"}, {}))
     assert statuses(found) == ["SKIP", "OK"]
-    assert "no token count reaches a row of token 3" in str(found.events[0])
+    assert "reaches a row of token 3" in str(found.events[0])
+
+
+def test_a_row_beyond_the_token_counts_asked_for_is_skipped(tmp_path):
+    found = replay(write_table(tmp_path / "t.csv", {}, {"token": "64"}), max_tokens=32)
+    assert statuses(found) == ["OK", "SKIP"]
+    assert "no token count up to 32 reaches a row of token 64" in str(found.events[1])
 
 
 def test_a_mixed_row_gives_its_flydsl_stage_and_the_pair_served_here(tmp_path):

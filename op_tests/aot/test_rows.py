@@ -137,8 +137,22 @@ def test_no_table_at_all(monkeypatch):
     assert "name one with --csv" in refusal([])
 
 
-def test_a_table_whose_path_cannot_be_passed_on(tmp_path):
+def test_a_table_whose_path_cannot_be_passed_on(tmp_path, monkeypatch):
     assert "a colon" in refusal([write_table(tmp_path / "a:b.csv", {})])
+    (tmp_path / "a:b").mkdir()
+    write_table(tmp_path / "a:b" / "t.csv", {})
+    monkeypatch.chdir(tmp_path / "a:b")
+    assert "a colon" in refusal([Path("t.csv")])
+
+
+def test_a_table_is_the_same_however_its_path_is_given(table, monkeypatch):
+    monkeypatch.chdir(table.parent)
+    (table.parent / "d").mkdir()
+    given = [Path(table.name), table, Path("d") / ".." / table.name]
+    selection = select_rows(given, ())
+    assert selection.tables == (table,)
+    assert str(selection.archs[0].rows[0].row.source) == f"{table}:2"
+    assert selection.notes == ()
 
 
 def test_tolerated_defects_are_reported(tmp_path):

@@ -40,10 +40,15 @@ class Miss:
 
 @dataclass
 class CheckResult:
-    """What a check found. trace_cpu_s: the sum over launches; cpu_s: of the whole phase."""
+    """What a check found.
+
+    unusable: why nothing of the cache counts, "" if it does. trace_cpu_s: the sum over launches;
+    cpu_s: of the whole phase.
+    """
 
     hits: int = 0
     misses: list[Miss] = field(default_factory=list)
+    unusable: str = ""
     trace_cpu_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -59,11 +64,13 @@ def check(
     began = cpu_seconds()
     result = CheckResult()
     try:
-        held, absent = manifest.read(cache), f"{cache} has no {manifest.MANIFEST}"
+        held = manifest.read(cache)
+        unusable = f"{cache} has no {manifest.MANIFEST}; build the cache first"
     except manifest.ManifestError as error:
-        held, absent = None, str(error)
+        held, unusable = None, str(error)
     if held is None:
-        result.misses = [Miss(request, "", absent, "build the cache first") for request in requests]
+        result.unusable = unusable
+        result.misses = [Miss(request, "", unusable, "") for request in requests]
         return result
     tasks = {TraceTask(request.gfx, request.launch): request for request in requests}
     with WorkerPool(trace_launch, workers, timeout=timeout) as pool:

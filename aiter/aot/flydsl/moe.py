@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None, executor: Executor | None = None) ->
     except BuildError as error:
         return _stop(options, 1, str(error))
     except KeyboardInterrupt:
-        return _stop(options, 130, "interrupted; the next run goes on where this one stopped")
+        goes_on = "; the next run goes on where this one stopped" if options.builds else ""
+        return _stop(options, 130, f"interrupted{goes_on}")
     except BrokenPipeError:
         # Whoever read the output has seen enough; keep the interpreter from telling of it too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,6 +133,8 @@ def _run(options: _Options, executor: Executor | None) -> int:
     log = Log(options.json)
     if options.show_config:
         return _show_config(options)
+    for setting in env.REGISTRY.values():
+        setting.get()  # whoever reads it later is not the first to find that it does not parse
     selection = select_rows(options.csv, options.archs)
     limit = worker_limit(options.jobs)
     toolkit = None
@@ -218,7 +221,7 @@ def _replay(selection: Selection, options: _Options, limit: WorkerLimit) -> list
     tasks = [
         ReplayTask(
             arch=arch,
-            tables=tuple(path.absolute() for path in selection.tables),
+            tables=selection.tables,
             exhaustive=options.exhaustive,
             with_key_parts=options.builds,
             **({} if options.max_tokens is None else {"max_tokens": options.max_tokens}),
@@ -251,8 +254,11 @@ def _check(
 
     timeout = env.AITER_FLYDSL_AOT_TIMEOUT.get()
     found = check(requests, _context(), options.cache, limit.workers, timeout)
-    for miss in found.misses:
-        log(str(miss))
+    if found.unusable:
+        log(f"[MISS] every launch: {found.unusable}")
+    else:
+        for miss in found.misses:
+            log(str(miss))
     return found
 
 

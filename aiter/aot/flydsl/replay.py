@@ -211,7 +211,8 @@ class _RowReplay:
         row = self._scoped.row
         served = served_range(row.key.token, task.max_tokens)
         if served is None:
-            self._say(SKIP, "", f"no token count reaches a row of token {row.key.token}")
+            reach = f"no token count up to {task.max_tokens} reaches"
+            self._say(SKIP, "", f"{reach} a row of token {row.key.token}")
             return
         for number, variant in enumerate(caller_variants(row)):
             self._run_caller(variant, number == 0, served, task.exhaustive)

@@ -88,7 +88,8 @@ def select_rows(csv: Sequence[Path], archs: Sequence[str]) -> Selection:
 
 
 def _tables(csv: Sequence[Path]) -> tuple[Path, ...]:
-    tables = tuple(csv) or AITER_CONFIGS.fmoe
+    # Resolved: rows go by them in a cache that builds from other folders may share.
+    tables = tuple(path.resolve() for path in csv or AITER_CONFIGS.fmoe)
     if not tables:
         raise UsageError("no tuned table is shipped; name one with --csv")
     for path in tables:

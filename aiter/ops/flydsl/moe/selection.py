@@ -113,7 +113,7 @@ def mixed_row_launches(request: MoeRequest, row: TunedRow) -> tuple[Launch, ...]
 
 def _row_names(row: TunedRow, request: MoeRequest) -> tuple[KernelName, KernelName]:
     foreign = [
-        f"stage {stage} is {backend}'s {name}"
+        f"stage {stage} is {backend}'s {name}" if name else f"stage {stage} has no kernel"
         for stage, name in ((1, row.kernel1), (2, row.kernel2))
         if (backend := backend_of(name)) != "flydsl"
     ]
