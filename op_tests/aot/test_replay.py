@@ -130,7 +130,7 @@ def test_what_is_served_here_is_built_where_a_mixed_rows_own_stage_is_refused(
     texts = [str(event) for event in found.events]
     assert any("[REFUSED]" in t and "M=13..16" in t and "too many for" in t for t in texts)
     assert functions(found) >= {"build_sort", "build_stage1", "build_stage2"}
-    monkeypatch.setattr(replay_module, "served_range", lambda token, cap: (14, 16))
+    monkeypatch.setattr(replay_module, "served_range", lambda token, cap, highest: (14, 16))
     refused_everywhere = replay(write_table(tmp_path / "t.csv", {"kernelName2": CK}))
     assert refused_everywhere.failed
     assert functions(refused_everywhere) >= {"build_sort", "build_stage1", "build_stage2"}
@@ -238,6 +238,17 @@ def test_the_highest_token_count_can_be_lowered(tmp_path):
     table = write_table(tmp_path / "t.csv", {"token": "32768"})
     found = replay(table, max_tokens=20000)
     assert "M=16385..20000" in str(found.events[-1])
+
+
+def test_a_row_is_replayed_at_the_tier_above_where_no_row_is_tuned_for_that(tmp_path):
+    """Its reduction is refused at some M beyond its own tier, where other kernels serve."""
+    reduce = "flydsl_moe2_afp8_wfp4_bf16_t32x128x256_reduce"
+    row = {"token": "32768", "kernelName2": reduce}
+    alone = replay(write_table(tmp_path / "t.csv", row))
+    assert any("M=16385..2097151" in str(e) and "M=2097152.." in str(e) for e in alone.events)
+    both = replay(write_table(tmp_path / "t.csv", row, {**row, "token": "131072"}))
+    assert [str(e) for e in both.events if "t.csv:2" in e.row and "M=16385..131071" in e.text]
+    assert {r.launch for r in alone.requests} == {r.launch for r in both.requests}
 
 
 def test_rows_of_one_architecture_with_other_compute_units_have_their_own_target(tmp_path):

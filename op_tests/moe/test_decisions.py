@@ -19,7 +19,7 @@ from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
 from aiter.ops.flydsl.moe.selection import select
 from aiter.ops.flydsl.moe.sizes import stage2_epilogue, stage2_groups
 from aiter.ops.flydsl.moe.stages import stage1_key, stage2_key
-from aiter.ops.flydsl.moe.tiers import get_padded_M, served_range
+from aiter.ops.flydsl.moe.tiers import MAX_TOKENS, get_padded_M, served_range
 from op_tests.moe.stage_names import request_for
 
 
@@ -41,6 +41,13 @@ def test_every_token_count_of_small_buckets_maps_to_its_row():
     for m in range(1, 5000):
         low, high = served_range(get_padded_M(m))
         assert low <= m <= high
+
+
+def test_the_row_of_the_lower_tier_serves_the_higher_one_where_that_has_none():
+    assert served_range(32768, highest=True) == (16385, MAX_TOKENS)
+    assert served_range(32768, 20000, highest=True) == (16385, 20000)
+    assert served_range(131072, highest=True) == served_range(131072)
+    assert served_range(16384, highest=True) == served_range(16384)
 
 
 @pytest.mark.parametrize("token", [0, 3, 5, 6, 7, 40, 56, 65536])

@@ -209,14 +209,14 @@ class _RowReplay:
 
     def run(self, task: ReplayTask) -> None:
         row = self._scoped.row
-        served = served_range(row.key.token, task.max_tokens)
+        served = served_range(row.key.token, task.max_tokens, self._scoped.highest)
         if served is None:
             reach = f"no token count up to {task.max_tokens} reaches"
             self._say(SKIP, "", f"{reach} a row of token {row.key.token}")
             return
         for number, variant in enumerate(caller_variants(row)):
             self._run_caller(variant, number == 0, served, task.exhaustive)
-        problem = self._unmatched(served[1]) if self._passed else ""
+        problem = self._unmatched(served[0]) if self._passed else ""
         if problem:
             self._say(FAIL, "", problem)
         elif self._passed:

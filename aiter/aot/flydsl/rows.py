@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiter import env
 from aiter.jit.core import AITER_CONFIGS, FmoeTable, RawRow, TableError, TunedRow, load_fmoe
 from aiter.jit.utils.chip_info import GFX_CU_NUM_MAP
 from aiter.ops.flydsl.kernel_names import KernelNameError, backend_of, is_flydsl, parse
+from aiter.ops.flydsl.moe.tiers import TIERS
 
 from .common import UsageError
 
@@ -23,10 +24,14 @@ FLYDSL = "flydsl"
 
 @dataclass(frozen=True)
 class ScopedRow:
-    """A row with at least one FlyDSL kernel; `backends` of stage 1 and stage 2."""
+    """A row with at least one FlyDSL kernel.
+
+    backends: of stage 1 and stage 2. highest: no row of its key is tuned at a higher tier.
+    """
 
     row: TunedRow
     backends: tuple[str, str]
+    highest: bool
 
     @property
     def mixed(self) -> bool:
@@ -106,7 +111,8 @@ def _split(table: FmoeTable) -> tuple[list[ScopedRow], dict[str, Counter[str]]]:
         backends = (_backend(row, row.kernel1, 1), _backend(row, row.kernel2, 2))
         if FLYDSL in backends:
             _require_known_gfx(row)
-            in_scope.append(ScopedRow(row, backends))
+            above = table.lookup(replace(row.key, token=TIERS[1]))
+            in_scope.append(ScopedRow(row, backends, above is None))
         else:
             named = "+".join(dict.fromkeys(name for name in backends if name != "none"))
             counts = out_of_scope.setdefault(row.key.gfx, Counter())
