@@ -16,7 +16,8 @@ are two 16 x 16 tiles; row r of tile t is key 8 (r div 4) + 4 t + r mod 4, so la
 holds keys 8 g ... 8 g + 7 of head l mod 16, which is what it needs as second operand of the
 product with v: probabilities never leave their lane, and v, stored by dimension, is one load.
 
-Keys and values are widened to bf16; their caches' scales multiply the scores and the result.
+Keys and values are widened to bf16; their caches' scales multiply the scores and the result. Cells
+beyond the position may hold anything.
 """
 
 from __future__ import annotations
@@ -195,8 +196,10 @@ def _add_keys(
     state.maximum.store(fx.Vector.from_elements([maximum], fx.Float32))
     state.total.store(fx.Vector.from_elements([total], fx.Float32))
     probabilities = fx.Vector.from_elements(weights, fx.Float32).to(fx.BFloat16)
+    # A cell beyond the last key may hold a NaN, which a probability of zero would not hide.
+    counted = v.first_of_eight(last - g * 8 + 1)
     for tile in range(_DIM_TILES):
-        operand = v.eight(values, row + 16 * tile, quarter.start + g * 8)
+        operand = v.eight(values, row + 16 * tile, quarter.start + g * 8, counted)
         acc = state.sums[None, tile].load() * keep
         state.sums[None, tile].store(multiply(operand, probabilities, acc))
 

@@ -63,13 +63,28 @@ class Plane(TraceObject):
         ]
         return widened(self.fmt, runs, [fx.Float32(1.0)] * len(runs))
 
-    def eight(self, page: fx.Int64, row: fx.Int32, column: fx.Int32) -> fx.Vector:
-        """Eight elements of a row from `column`, a multiple of 8, as bf16."""
+    def first_of_eight(self, count: fx.Int32) -> list[fx.Int32]:
+        """The bits of the first `count` of eight elements, in words; `count` is any number."""
+        bits = BITS[self.fmt]
+        each = 32 // bits
+        masks = []
+        for word in range(8 // each):
+            here = fx.min(fx.max(count - word * each, fx.Int32(0)), fx.Int32(each))
+            some = (fx.Int32(1) << (fx.min(here, fx.Int32(each - 1)) * bits)) - 1
+            masks.append((here == each).select(fx.Int32(-1), some))
+        return masks
+
+    def eight(
+        self, page: fx.Int64, row: fx.Int32, column: fx.Int32, bits: list[fx.Int32]
+    ) -> fx.Vector:
+        """Eight elements of a row from `column`, a multiple of 8, as bf16; zeros but for `bits`,
+        from `first_of_eight`."""
         at = beyond(page, row * self.row_bytes + column * (self.row_bytes // ROW))
+        alignment = 4 * len(bits)
+        held = fx.generic_load(global_pointer(fx.Int32, at, alignment), count=len(bits))
+        words = [fx.Int32(held[i]) & mask for i, mask in enumerate(bits)]
         if self.fmt == "bf16":
-            words = fx.generic_load(global_pointer(fx.Int32, at, 16), count=4)
-            return words.bitcast(fx.BFloat16)
-        words = fx.generic_load(global_pointer(fx.Int32, at, 8), count=2)
+            return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
         return widen_fp8(words[0], words[1], fx.Float32(1.0))
 
     def insert_row(

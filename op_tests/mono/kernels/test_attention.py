@@ -62,6 +62,18 @@ class Cache:
             scales,
         )
 
+    def spoil(self, positions: list[int]) -> None:
+        """Fill what lies beyond each sequence's position, and pages of no sequence, with NaN."""
+        seen = torch.zeros(len(self.k), PAGE, dtype=torch.bool)
+        for pages, position in zip(self.table.tolist(), positions, strict=True):
+            for block in range(position // PAGE + 1):
+                seen[pages[block], : position + 1 - block * PAGE] = True
+        # torch cannot fill fp8 by a mask.
+        kind, nan = (torch.uint8, 0x7F) if self.fmt == "fp8" else (torch.int16, 0x7FC0)
+        self.k.view(kind).permute(0, 2, 1, 3)[~seen] = nan
+        self.v.view(kind).permute(0, 3, 1, 2)[~seen] = nan
+        self.index.view(kind)[~seen] = nan
+
     def rows(self, sequence: int, head: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a sequence's first `count` positions."""
         pages = self.table[sequence]
@@ -204,6 +216,7 @@ def test_attention_over_chosen_blocks(emulate, heads, group, chosen, splits, ord
     positions = torch.tensor([0, 1289, 1535], dtype=torch.int32)
     tokens = len(positions)
     cache = Cache.random(tokens, blocks, kv, g, fmt)
+    cache.spoil(positions.tolist())
     q = torch.randn(tokens, heads, HEAD_DIM, generator=g).to(torch.bfloat16)
     choice = torch.full((tokens, kv, chosen), -1, dtype=torch.int32)
     for t, position in enumerate(positions.tolist()):
@@ -264,6 +277,7 @@ def test_blocks_are_chosen_by_index_score(emulate, kv, group, topk, init, local,
     positions = torch.tensor([2, 511, last], dtype=torch.int32)
     tokens, blocks, most = len(positions), last // PAGE + 1, last // PAGE + 5
     cache = Cache.random(tokens, blocks, 1, g, fmt)
+    cache.spoil(positions.tolist())
     iq = torch.randn(tokens, kv * group, HEAD_DIM, generator=g).to(torch.bfloat16)
     shape = SelectShape(kv, group, topk, init, local, most)
     scores = empty_words(tokens * kv * most)

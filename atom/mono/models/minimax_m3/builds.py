@@ -44,8 +44,8 @@ e8m0 scales of 32 elements in the byte order of `shuffle_scale`. Addresses of sc
     diag              debug builds: `atom.mono.device.sync.DIAG_BYTES` of wait records, else 0
     stamps            timeline builds: this launch's part of `atom.mono.device.stamps`, else 0
 
-A layer that reuses the last selection has no index heads: its index arguments are 0. Cells of
-the caches that nothing has written must be finite.
+A layer that reuses the last selection has no index heads: its index arguments are 0. What the
+caches hold beyond a row's position does not matter to it, NaN included.
 """
 
 from __future__ import annotations
