@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import pickle
+import queue
 import stat
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -24,6 +27,8 @@ from aiter.aot.flydsl.artifacts import (
     seed,
 )
 from aiter.aot.flydsl.common import UsageError
+
+from .samples import quiet
 
 
 def pickled(**changes: object) -> bytes:
@@ -86,7 +91,7 @@ def test_the_artifact_of_another_architecture_is_refused():
 
 
 def test_an_installed_artifact_can_be_read_by_other_users(tmp_path):
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         record = install(tmp_path, "launch_x/k.pkl", b"data")
     path = tmp_path / "launch_x/k.pkl"
     assert path.read_bytes() == b"data"
@@ -97,7 +102,7 @@ def test_an_installed_artifact_can_be_read_by_other_users(tmp_path):
 
 
 def test_damage_is_told_apart(tmp_path):
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         record = install(tmp_path, "f/k.pkl", b"data")
     path = tmp_path / "f/k.pkl"
     path.write_bytes(b"dat")
@@ -113,7 +118,7 @@ def test_damage_is_told_apart(tmp_path):
 def test_installing_over_a_damaged_file_repairs_it(tmp_path):
     (tmp_path / "f").mkdir()
     (tmp_path / "f/k.pkl").write_bytes(b"half")
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         install(tmp_path, "f/k.pkl", b"whole artifact")
     assert (tmp_path / "f/k.pkl").read_bytes() == b"whole artifact"
 
@@ -123,7 +128,7 @@ def test_only_recorded_and_intact_files_are_offered_to_flydsl(tmp_path):
         (tmp_path / "f").mkdir(exist_ok=True)
         (tmp_path / f"f/{name}.pkl").write_bytes(name.encode())
     records = [record_of("f/good.pkl", b"good"), record_of("f/truncated.pkl", b"more than that")]
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         assert seed(tmp_path, records) == {"f/good.pkl"}
         staged = list((tmp_path / STAGING).glob("*/*.pkl"))
         assert [path.name for path in staged] == ["good.pkl"]
@@ -139,7 +144,7 @@ def test_what_a_killed_build_left_is_removed_and_nothing_else(tmp_path):
         path.write_bytes(b"x")
     (tmp_path / ".aiter_manifest.json.abc.tmp").write_text("{")
     os.utime(old, (time.time() - 7200,) * 2)
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         assert not (tmp_path / STAGING / "f").exists()
     assert not old.exists()
     assert not (tmp_path / ".aiter_manifest.json.abc.tmp").exists()
@@ -149,7 +154,7 @@ def test_what_a_killed_build_left_is_removed_and_nothing_else(tmp_path):
 
 def test_the_lock_excludes_a_second_build(tmp_path):
     with (
-        build_lock(tmp_path),
+        build_lock(tmp_path, quiet),
         (tmp_path / ".aiter_build.lock").open() as other,
         pytest.raises(BlockingIOError),
     ):
@@ -158,18 +163,43 @@ def test_the_lock_excludes_a_second_build(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_second_build_says_that_it_waits_and_goes_on_when_the_first_ends(tmp_path):
+    said, entered = queue.Queue(), threading.Event()
+
+    def second() -> None:
+        with build_lock(tmp_path, said.put):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with build_lock(tmp_path, quiet):
+        thread.start()
+        assert "waiting for another build" in said.get(timeout=10)
+        assert not entered.is_set()
+    thread.join(10)
+    assert entered.is_set()
+
+
+def test_a_folder_whose_lock_fails_is_a_usage_error(tmp_path, monkeypatch):
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(artifacts.fcntl, "flock", fail)
+    with pytest.raises(UsageError, match="No locks available"), build_lock(tmp_path, quiet):
+        pass
+
+
 def test_a_folder_that_cannot_be_made_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "cache"
     complaint = "cannot be written .*--cache-dir"
-    with pytest.raises(UsageError, match=complaint) as caught, build_lock(cache):
+    with pytest.raises(UsageError, match=complaint) as caught, build_lock(cache, quiet):
         pass
     assert str(cache) in str(caught.value)
 
 
 def test_a_full_folder_is_a_usage_error_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(artifacts, "_MIN_FREE", 1 << 62)
-    with pytest.raises(UsageError, match="the cache folder is full"), build_lock(tmp_path):
+    with pytest.raises(UsageError, match="the cache folder is full"), build_lock(tmp_path, quiet):
         pass
     assert not (tmp_path / STAGING).exists()
 
@@ -179,6 +209,6 @@ def folders(cache: Path) -> list[str]:
 
 
 def test_a_build_that_installs_nothing_leaves_only_its_lock(tmp_path):
-    with build_lock(tmp_path):
+    with build_lock(tmp_path, quiet):
         pass
     assert folders(tmp_path) == [".aiter_build.lock"]

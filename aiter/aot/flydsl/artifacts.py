@@ -22,8 +22,8 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,33 +109,36 @@ def require_artifact(data: bytes, function_name: str, gfx: str) -> None:
 
 
 @contextmanager
-def build_lock(cache: Path) -> Iterator[None]:
+def build_lock(cache: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Own `cache` for building, after whoever does so now; removes what killed builds left.
 
-    Raises UsageError for a folder that cannot be written or is full.
+    log: is told when that takes waiting. Raises UsageError for a folder that cannot be written or
+    is full.
     """
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UsageError(_unwritable(cache, error)) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _sweep(cache)
+    with ExitStack() as leaving:
         try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = os.open(cache / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            leaving.callback(os.close, lock)
+            _take(lock, cache, log)
+            leaving.callback(shutil.rmtree, cache / STAGING, ignore_errors=True)
+            _sweep(cache)
             _require_room(cache)
-            yield
-        finally:
-            shutil.rmtree(cache / STAGING, ignore_errors=True)
-    finally:
-        os.close(lock)
+            (cache / STAGING / TEMPORARY).mkdir(parents=True)
+        except OSError as error:
+            raise UsageError(
+                f"{cache}: the cache folder cannot be written ({error.strerror}); name another "
+                "with --cache-dir or FLYDSL_RUNTIME_CACHE_DIR"
+            ) from None
+        yield
 
 
-def _unwritable(cache: Path, error: OSError) -> str:
-    return (
-        f"{cache}: the cache folder cannot be written ({error.strerror}); name another with "
-        "--cache-dir or FLYDSL_RUNTIME_CACHE_DIR"
-    )
+def _take(lock: int, cache: Path, log: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log(f"[NOTE] {cache}: waiting for another build into it to end")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _require_room(cache: Path) -> None:
@@ -145,10 +148,6 @@ def _require_room(cache: Path) -> None:
             f"{cache}: the cache folder is full ({free} bytes are free, {_MIN_FREE} are needed "
             "to begin); make room, or name another with --cache-dir"
         )
-    try:
-        (cache / STAGING / TEMPORARY).mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(_unwritable(cache, error)) from None
 
 
 def free_bytes(folder: Path) -> int:

@@ -84,7 +84,7 @@ def build(
     wall, cpu = time.monotonic(), cpu_seconds()
     result = BuildResult()
     try:
-        with build_lock(options.cache):
+        with build_lock(options.cache, log):
             _build(requests, contexts, options, log, result)
     except OSError as error:
         raise UsageError(

@@ -140,7 +140,7 @@ def _run(options: _Options, executor: Executor | None) -> int:
     toolkit = None
     if options.builds:
         toolkit = find_toolkit()
-        with build_lock(options.cache):
+        with build_lock(options.cache, log):
             pass  # says at once, not after the replay, that the folder will not do
         log(f"linker: {toolkit.describe()}")
     log(f"workers: {limit.workers}, by {limit.reason}")
