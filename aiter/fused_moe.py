@@ -192,33 +192,35 @@ def fused_moe_(
     quant_dtype_a: torch.dtype | None,
 ) -> torch.Tensor:
     """`fused_moe` as an operator: enums as their values, block_size_M -1 for None."""
-    return _fused_moe_impl(
-        hidden_states,
-        w1,
-        w2,
-        topk_weight,
-        topk_ids,
-        expert_mask,
-        ActivationType(activation),
-        QuantType(quant_type),
-        doweight_stage1,
-        w1_scale,
-        w2_scale,
-        a1_scale,
-        a2_scale,
-        None if block_size_M == -1 else block_size_M,
-        num_local_tokens,
-        dtype=dtype,
-        hidden_pad=hidden_pad,
-        intermediate_pad=intermediate_pad,
-        bias1=bias1,
-        bias2=bias2,
-        swiglu_limit=swiglu_limit,
-        beta=beta,
-        linear_beta=linear_beta,
-        gate_mode=gate_mode,
-        _q_dtype_a=quant_dtype_a,
-    )
+    # A caller may hold tensors of another device than the current one.
+    with torch.cuda.device_of(hidden_states):
+        return _fused_moe_impl(
+            hidden_states,
+            w1,
+            w2,
+            topk_weight,
+            topk_ids,
+            expert_mask,
+            ActivationType(activation),
+            QuantType(quant_type),
+            doweight_stage1,
+            w1_scale,
+            w2_scale,
+            a1_scale,
+            a2_scale,
+            None if block_size_M == -1 else block_size_M,
+            num_local_tokens,
+            dtype=dtype,
+            hidden_pad=hidden_pad,
+            intermediate_pad=intermediate_pad,
+            bias1=bias1,
+            bias2=bias2,
+            swiglu_limit=swiglu_limit,
+            beta=beta,
+            linear_beta=linear_beta,
+            gate_mode=gate_mode,
+            _q_dtype_a=quant_dtype_a,
+        )
 
 
 def _fused_moe_impl(

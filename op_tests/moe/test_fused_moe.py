@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -147,6 +148,26 @@ def test_tensors_of_another_type_are_refused_before_any_launch(field, dtype):
     options = {"dtype": torch.bfloat16} if field == "x" else {}
     with pinned(GFX950), nothing_launched(), pytest.raises(ValueError, match=str(dtype)):
         wrong.run(**options)
+
+
+def test_the_call_runs_on_the_device_of_its_tensors(monkeypatch):
+    """Streams and loaded code belong to the current device."""
+    case, current = MoeCase.random(2, 256, 128, 3, 2), []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.clear()
+
+    def impl(hidden_states, *arguments, **options):
+        assert current == [hidden_states]
+        return torch.ones(2, 256)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(fused_moe_module, "_fused_moe_impl", impl)
+    assert (case.run() == 1).all()
+    assert current == []
 
 
 def test_no_tokens_give_no_rows():
