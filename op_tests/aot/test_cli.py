@@ -77,6 +77,7 @@ def test_a_complete_cache_passes_and_the_summary_says_so(shared):
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("[OK]")]
     assert row.startswith(f"[OK] {shared}/t.csv:2 (interleave; ")
+    assert " and 1 more): " in row
     assert ": M=9..16, " in row
     assert "0 missing or damaged" in done.stdout
     assert "ms a job" in done.stdout

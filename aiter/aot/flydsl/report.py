@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .replay import ArchReplay
 
 _NOTES_SHOWN = 20
-_ROWS_SHOWN = 3
+_SHOWN = 3  # of rows, or callers, on one line
 
 
 class Log:
@@ -49,18 +49,26 @@ class Timing:
 
 def rows_text(rows: Sequence[str]) -> str:
     """The first few of the rows that ask for something, and how many more there are."""
-    more = len(rows) - _ROWS_SHOWN
-    return ", ".join(rows[:_ROWS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return _few(rows, ", ")
+
+
+def _few(names: Sequence[str], separator: str) -> str:
+    more = len(names) - _SHOWN
+    return separator.join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def event_lines(replay: ArchReplay) -> list[str]:
-    """The log of a replay; what is to be said of several callers of a row is said once."""
+    """The log of a replay; what is to be said of several callers of a row is said once.
+
+    Of many callers a few are named; the JSON document names all.
+    """
     callers: dict[tuple[str, str, str], list[str]] = {}
     for event in replay.events:
-        callers.setdefault((event.status, event.row, event.text), []).append(event.caller)
+        of_line = callers.setdefault((event.status, event.row, event.text), [])
+        of_line += event.caller.split("; ") if event.caller else []
     lines = []
     for (status, row, text), names in callers.items():
-        who = f" ({'; '.join(names)})" if any(names) else ""
+        who = f" ({_few(names, '; ')})" if names else ""
         lines.append(f"[{status}] {row}{who}: {text}")
     return lines
 
