@@ -178,7 +178,10 @@ def deployment_of(config: Config) -> Deployment:
 
 
 def make_runner(
-    config: Config, allocator: PeerAllocator | None = None, builders: Builders = STAND_INS
+    config: Config,
+    allocator: PeerAllocator | None = None,
+    builders: Builders = STAND_INS,
+    device: torch.device = CPU,
 ) -> MiniMaxM3Runner:
     """A runner over zero weights, alone unless an allocator says otherwise."""
     return MiniMaxM3Runner(
@@ -189,7 +192,7 @@ def make_runner(
         copy_attention,
         allocator or InProcessHeap(config.tp).allocator(0),
         None,
-        CPU,
+        device,
         builders,
     )
 

@@ -12,13 +12,14 @@ from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted
 from atom.mono.device.step_begin import STEP_BEGIN_ABI
 from atom.mono.models.minimax_m3 import contract
+from atom.mono.models.minimax_m3 import runner as runner_module
 from atom.mono.models.minimax_m3.builds import DENSE_POST_ABI, SPARSE_ABI
 from atom.mono.models.minimax_m3.config import Config
 from atom.mono.models.minimax_m3.dispatch import refusals, width_for
 from atom.mono.models.minimax_m3.execution import Builders
 from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity, layer_builders
 from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
-from atom.mono.runtime import route
+from atom.mono.runtime import consensus, route
 from atom.mono.runtime.consensus import MonoUnsupported
 from atom.mono.runtime.deployment import Deployment
 from atom.mono.runtime.peer_memory import InProcessHeap
@@ -375,6 +376,29 @@ def test_a_device_that_cannot_hold_the_grid_is_refused():
     assert _refusal(deployment=deployment).endswith("256 compute units, the device has 80")
 
 
+@pytest.mark.parametrize("failing", ["npes", "Buffers.allocate", "StepMailboxes"])
+def test_a_rank_that_cannot_be_made_tells_the_others(monkeypatch: pytest.MonkeyPatch, failing: str):
+    """One that raised before it voted would leave them waiting."""
+    votes: list[bool] = []
+    monkeypatch.setattr(consensus, "tp_agree", lambda ok, group: votes.append(ok) or ok)
+    config, ranks = small_config(**FEW), 2 if failing == "npes" else 1
+
+    def fail(*_args):
+        raise MonoUnsupported("peer memory of 2 ranks, the model has 1")
+
+    if failing != "npes":
+        monkeypatch.setattr(f"{runner_module.__name__}.{failing}", fail)
+    with pytest.raises(MonoUnsupported, match="peer memory of 2 ranks, the model has 1"):
+        make_runner(config, InProcessHeap(ranks).allocator(0))
+    assert votes[-1] is False
+
+
+def test_a_device_is_the_one_its_tensors_name():
+    config = small_config(**FEW)
+    runner = make_runner(config, device=torch.device("cpu", 0))
+    assert runner.device == CPU
+
+
 def test_a_process_that_launches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COMPILE_ONLY", "1")
     assert _refusal() == "COMPILE_ONLY is set: steps would launch nothing"
@@ -388,9 +412,10 @@ def test_ranks_that_differ_in_anything_that_changes_code_differ_in_identity():
         replace(base, reusing=frozenset()),
         replace(base, widths=(1, 4)),
         replace(base, debug=True),
+        replace(base, check=True),
         replace(base, dims=replace(DIMS, topk=3)),
     ]
-    assert len({identity(config) for config in (base, *others)}) == 7
+    assert len({identity(config) for config in (base, *others)}) == 1 + len(others)
 
 
 def test_one_sparse_layer_of_so_many_selects():

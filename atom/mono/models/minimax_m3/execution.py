@@ -21,6 +21,7 @@ from flydsl.compiler.jit_function import JitFunction
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 from atom.mono.runtime.abi import KernelAbi
 from atom.mono.runtime.compile import trace
+from atom.mono.runtime.debug import diag_buffer
 from atom.mono.runtime.step_begin import StepBegin
 from atom.mono.runtime.timeline import Launched, LayerTimeline
 
@@ -135,9 +136,7 @@ class Buffers:
     diag: torch.Tensor | None
 
     @classmethod
-    def allocate(
-        cls, config: Config, scratch_bytes: int, diag: torch.Tensor | None, device: torch.device
-    ) -> Buffers:
+    def allocate(cls, config: Config, scratch_bytes: int, device: torch.device) -> Buffers:
         """For the widest width of `config`."""
         rows = max(config.widths)
         shape = config.shape(rows)
@@ -151,7 +150,7 @@ class Buffers:
                 rows, shape.kv_heads, config.index_topk, dtype=torch.int32, device=device
             ),
             scratch=torch.zeros(scratch_bytes, dtype=torch.uint8, device=device),
-            diag=diag,
+            diag=diag_buffer(device) if config.debug else None,
         )
 
     def output(self, layer: int) -> torch.Tensor:

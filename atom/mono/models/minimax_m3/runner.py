@@ -12,7 +12,7 @@ from atom.mono import device as device_kernels
 from atom.mono.plan.build_key import key_tuple, source_digest
 from atom.mono.runtime.compare import require_same_on_all_ranks
 from atom.mono.runtime.consensus import Group, MonoUnsupported, bind_agreed, tp_same
-from atom.mono.runtime.debug import diag_buffer, raise_if_given_up, region_namer
+from atom.mono.runtime.debug import raise_if_given_up, region_namer
 from atom.mono.runtime.deployment import Deployment, first_refusal
 from atom.mono.runtime.lifecycle import owned_peer_buffer
 from atom.mono.runtime.mailboxes import StepMailboxes
@@ -58,11 +58,17 @@ class MiniMaxM3Runner:
         device: torch.device,
         builders: Builders | None = None,
     ) -> None:
+        # As tensors name it: "cuda" is the current device, whose number theirs has.
+        device = torch.empty(0, device=device).device
         self.config, self.device, self._group = config, device, group
 
         def bind() -> Bound:
             if reason := first_refusal(refusals(config, deployment)):
                 raise MonoUnsupported(reason)
+            if allocator.npes != config.tp:
+                raise MonoUnsupported(
+                    f"peer memory of {allocator.npes} ranks, the model has {config.tp}"
+                )
             if env.COMPILE_ONLY.get():
                 raise MonoUnsupported("COMPILE_ONLY is set: steps would launch nothing")
             return bind_weights(config, weights, caches, device)
@@ -71,17 +77,14 @@ class MiniMaxM3Runner:
         self._builders = bind_agreed(lambda: builders or layer_builders(), group)
         if not tp_same(identity(config), group):
             raise MonoUnsupported("ranks differ in their configuration or their kernels' sources")
-        if allocator.npes != config.tp:
-            raise MonoUnsupported(
-                f"peer memory of {allocator.npes} ranks, the model has {config.tp}"
-            )
-        diag = diag_buffer(device) if config.debug else None
         scratch = max(_scratch_bytes(config, rows) for rows in config.widths)
-        self._buffers = bind_agreed(lambda: Buffers.allocate(config, scratch, diag, device), group)
+        self._buffers = bind_agreed(lambda: Buffers.allocate(config, scratch, device), group)
         # `close()` gives the peer memory back, which otherwise lasts as long as the runner.
         peer_bytes = max(_peer_bytes(config, rows) for rows in config.widths)
         self._peers, self.close = owned_peer_buffer(self, allocator, peer_bytes, device)
-        self._mailboxes = StepMailboxes(config.step_begin(), self._peers, self._buffers.scratch)
+        self._mailboxes = bind_agreed(
+            lambda: StepMailboxes(config.step_begin(), self._peers, self._buffers.scratch), group
+        )
         # The builds must not hold the runner, whose end gives the peer memory back.
         bound, buffers, mailboxes = self._bound, self._buffers, self._mailboxes
         built = self._builders
@@ -177,7 +180,8 @@ def layer_builders() -> Builders:
 
 
 def identity(config: Config) -> str:
-    """What ranks must have in common: every kernel's key, and the kernels' sources."""
+    """What ranks must have in common: every kernel's key, the kernels' sources, and which kernels
+    and votes a step is."""
     sources = source_digest(*_SOURCES)
     keys = [config.step_begin()]
     for rows in config.widths:
@@ -187,8 +191,8 @@ def identity(config: Config) -> str:
             config.sparse(rows, True),
             config.sparse(rows, False),
         ]
-    layers = (config.layers, config.dense_layers, sorted(config.reusing))
-    return repr(([key_tuple(key, sources) for key in keys], layers))
+    step = (config.layers, config.dense_layers, sorted(config.reusing), config.check)
+    return repr(([key_tuple(key, sources) for key in keys], step))
 
 
 def _check_step(step: Step, rows: int, config: Config, device: torch.device) -> None:
