@@ -116,11 +116,18 @@ def _difference(
         return f"the artifact of this build key differs in {shown}"
     key = manifest.key_fields(request.launch.build.key)  # type: ignore[attr-defined]
     function = traced.key.function_name
-    mine = {**key, "arch": request.gfx}
+    # A setting of the environment may be why the runtime asks for this key.
+    settings = {name: value for name, value in context.items() if name.startswith("env.")}
+    mine = {**key, "arch": request.gfx, **settings}
     artifacts = [a for a in held.artifacts.values() if a.function == function]
     if not artifacts:
         return f"no artifact of {function} was built"
-    nearest = _nearest(mine, [{**a.key, "arch": a.gfx} for a in artifacts])
+    others = []
+    for artifact in artifacts:
+        then = held.contexts[artifact.context]
+        set_then = {name: then.get(name, "-") for name in settings}
+        others.append({**artifact.key, "arch": artifact.gfx, **set_then})
+    nearest = _nearest(mine, others)
     return f"the nearest artifact of {function} differs in {_shown(mine, nearest) or 'its builder'}"
 
 
@@ -134,7 +141,7 @@ def _differing(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
 
 
 def _shown(mine: dict[str, str], theirs: dict[str, str]) -> str:
-    short = lambda value: value[:_DIGEST_SHOWN] if _DIGEST.fullmatch(value) else value
+    short = lambda value: value[:_DIGEST_SHOWN] if _DIGEST.fullmatch(value) else value or "unset"
     return "; ".join(
         f"{name} {short(mine.get(name, '-'))}, built with {short(theirs.get(name, '-'))}"
         for name in _differing(mine, theirs)
