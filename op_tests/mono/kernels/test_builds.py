@@ -118,6 +118,8 @@ def test_shapes_no_kernel_serves_are_refused():
         SparseBuild(SMALL, index_format="fp4")
     with pytest.raises(ValueError, match="index_topk"):
         SparseBuild(SMALL, init_blocks=1, index_topk=1)
+    with pytest.raises(ValueError, match="at most 512 blocks"):
+        SparseBuild(SMALL, index_topk=513)
 
 
 REAL = {
@@ -126,6 +128,10 @@ REAL = {
     "dense_post": lambda s: build_dense_post(DensePostBuild(s)),
     "dense_post_fp4": lambda s: build_dense_post(DensePostBuild(s, "fp8", "fp4")),
     "sparse": lambda s: build_sparse_layer(SparseBuild(s)),
+    "sparse_fp8": lambda s: build_sparse_layer(SparseBuild(s, True, "fp8", "fp8")),
+    "sparse_bf16": lambda s: build_sparse_layer(
+        SparseBuild(s, True, "fp4", "bf16", "bf16", "bf16")
+    ),
     "reuse": lambda s: build_sparse_layer(SparseBuild(s, False)),
 }
 
@@ -133,10 +139,15 @@ REAL = {
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("tokens", WIDTHS)
-@pytest.mark.parametrize("debug", [False, True])
-def test_real_kernels_need_no_scratch(flydsl_cache, name, tokens, debug):
-    launcher = REAL[name](LayerShape(MINIMAX_M3, 4, tokens, debug=debug))
+@pytest.mark.parametrize(
+    ("tp", "tokens", "debug"),
+    [
+        *((4, tokens, debug) for tokens in WIDTHS for debug in (False, True)),
+        *((tp, tokens, False) for tp in (1, 2) for tokens in (1, 16)),
+    ],
+)
+def test_real_kernels_need_no_scratch(flydsl_cache, name, tp, tokens, debug):
+    launcher = REAL[name](LayerShape(MINIMAX_M3, tp, tokens, debug=debug))
     with chip_info.pinned(Target.of("gfx950")):
         compile_artifact(launcher)
     (kernel,) = launcher_resources(launcher)

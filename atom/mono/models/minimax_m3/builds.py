@@ -52,7 +52,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atom.mono.plan.execution import BLOCKS, WAVES
+from atom.mono.plan.execution import BLOCKS, THREADS, WAVES
 
 PAGE = 128  # tokens of a cache page, and of a block of the sparse selection
 QUARTERS = 4  # of a block, what a wave attends to at once
@@ -234,6 +234,8 @@ class SparseBuild:
         _require_format("cache", CACHE_FORMATS, self.kv_format, self.index_format)
         if self.init_blocks + self.local_blocks > self.index_topk or self.local_blocks < 1:
             raise ValueError(f"{self}: init and local blocks are among the index_topk, local >= 1")
+        if self.index_topk > THREADS:
+            raise ValueError(f"{self}: a workgroup's threads choose at most {THREADS} blocks")
 
     @property
     def symbol(self) -> str:
