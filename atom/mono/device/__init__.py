@@ -4,8 +4,12 @@ A layer kernel is persistent: `blocks` workgroups of 512 threads, all resident, 
 stages in the same order. A stage is a task table, of which workgroup b does tasks b, b + blocks,
 ...; stages hand over through mailbox words that consumers poll (`sync`), never by a grid barrier.
 
+    launch        kernels and launchers of a persistent grid
     cta           a workgroup's place in the grid, its LDS, sums over it
     sync          mailbox words, bounded waits and their records
+    stamps        when workgroups enter the stages, for timelines
+    formats       bf16, fp8 and fp4 as matrix operations take them
+    caches        the paged caches of keys, values and index keys
     step_begin    zero the mailboxes and fence the ranks
     rms_norm      norm of rows, with or without the sum of an all-reduce before it
     matvec        weights in bf16, fp8 or fp4 times up to 16 tokens
