@@ -4,7 +4,8 @@
     weight = route_scale * score / sum of the chosen scores
 
 A wave is a token; lane l holds experts l, l + 64, ... The ids and weights are words
-[tokens, topk]. Every workgroup makes of the ids the table of active experts it needs, in LDS.
+[tokens, topk]. A token whose slot is negative is padding: its ids are -1, so that no expert is
+visited for it. Every workgroup makes of the ids the table of active experts it needs, in LDS.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from aiter.ops.flydsl.kernels.device import (
     div,
     exp2,
     global_pointer,
+    load_word,
     mod,
     reciprocal,
     traced,
@@ -70,18 +72,21 @@ def route_tokens(
     row_words: int,
     bias: fx.Int64,
     route_scale: float,
+    slots: fx.Int64,
     ids: Words,
     weights: Words,
 ) -> None:
-    """Stage: choose experts from `logits` [tokens, row_words] f32 words; bias [experts] f32."""
+    """Stage: choose experts from `logits` [tokens, row_words] f32 words; bias [experts] f32,
+    slots [tokens] i32."""
     for token in range(cta.worker, fx.Int32(shape.tokens), fx.Int32(cta.waves)):
         scores, ranked = _scores(cta.lane, shape, logits, fx.Int32(token) * row_words, bias)
         chosen, chosen_scores, total = _choose(shape, cta.lane, scores, ranked)
         factor = reciprocal(total) * route_scale
+        padding = load_word(slots, fx.Int32(token)) < 0
         for i in fx.range_constexpr(shape.topk):
             if cta.lane == i:
                 index = fx.Int32(token) * shape.topk + i
-                ids.push(index, chosen[i])
+                ids.push(index, padding.select(fx.Int32(-1), chosen[i]))
                 weights.push_float(index, chosen_scores[i] * factor)
 
 
@@ -130,8 +135,8 @@ def _choose(
 class ActiveExperts(TraceObject):
     """The experts that some token of the width takes, in LDS from byte `offset` on.
 
-    Entry i < count - 1 is a routed expert, in the order of the first route to it; entry count - 1
-    is the shared one, id `experts`, which every token takes as slot `topk`.
+    Entry i < count - 1 is a routed expert, in the order of the first route to it; routes to -1 are
+    none. Entry count - 1 is the shared one, id `experts`, which every token takes as slot `topk`.
     """
 
     def __init__(self, cta: Cta, shape: RouteShape, shared_weight: float, offset: int) -> None:
@@ -184,7 +189,7 @@ class ActiveExperts(TraceObject):
             route = shape.routes - 1 - i
             same = fx.Int32(fx.rocdl.readlane(T.i32, own, route)) == own
             earliest = same.select(fx.Int32(route), earliest)
-        first = earliest == lane
+        first = (earliest == lane) & (own >= 0)
         mask = fx.Int64(fx.rocdl.ballot(T.i64, first))
         low, high = fx.Int32(mask), fx.Int32(fx.Uint64(mask) >> fx.Uint64(32))
         before = fx.Int32(

@@ -286,6 +286,7 @@ class Reference:
             ids, weights = torch_m3.route(
                 logits, w.bias, self.shape.dims.topk, self.sparse.route_scale
             )
+            weights[self.sequences.slots < 0] = 0  # padding takes no routed expert
         ffn = torch_m3.Experts(torch.cat([w.gate, w.up], 1), w.down)
         return bf16(mid + ffn(x, ids, weights, shared, self.sparse.swiglu_limit))
 

@@ -26,17 +26,21 @@ def test_tokens_are_routed_by_biased_sigmoid(emulate, experts, topk, order):
     logits = torch.randn(tokens, row, generator=g)
     logits[3, :experts] = 0.5  # all equal: the bias decides, and then the lower id
     bias = torch.randn(experts, generator=g).round(decimals=1) * 0.1
+    slots = torch.arange(tokens, dtype=torch.int32)
+    slots[[1, 7]] = -1
     ids, weights = empty_words(tokens * topk), empty_words(tokens * topk)
     shape = RouteShape(tokens, experts, topk)
 
     def body(cta, addresses, number, waits):
         words = [Words("test", Space.SCRATCH, a, number, waits) for a in addresses[:3]]
-        route_tokens(cta, shape, words[0], row, addresses[3], 2.0, words[1], words[2])
+        route_tokens(cta, shape, words[0], row, addresses[3], 2.0, addresses[4], words[1], words[2])
 
     emulate("gfx950", order=order, poison=True)
-    run_stage(stage_launcher(body), [words_of(logits, 6), ids, weights, bias], 6)
+    run_stage(stage_launcher(body), [words_of(logits, 6), ids, weights, bias, slots], 6)
     want_ids, want = torch_m3.route(logits[:, :experts], bias, topk, 2.0)
+    want_ids[slots < 0] = -1
     assert torch.equal(ids[:, 0].view(tokens, topk).long(), want_ids)
+    assert (ids[:, 1] == 6).all()
     assert relative_l2(floats_in(weights, 6).view(tokens, topk), want) < 1e-6
 
 
@@ -71,6 +75,8 @@ def ffn_launcher(shape: FfnShape, fmt: str, shared: float, blocks: int):
         (8, 6, 2, 256, 128, "fp4", "one", 3, "lockstep"),
         (5, 0, 0, 256, 384, "fp4", "dense", 3, "lockstep"),
         (1, 4, 1, 384, 128, "fp4", "even", 18, "random"),  # more workgroups than gate and up tasks
+        (4, 6, 2, 256, 128, "fp4", "half padding", 3, "random"),
+        (2, 6, 2, 256, 128, "fp8", "all padding", 3, "lockstep"),
     ],
 )
 def test_experts_of_every_routing(
@@ -85,17 +91,25 @@ def test_experts_of_every_routing(
     ]
     x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
     ids = torch.zeros(tokens, 0, dtype=torch.int32)
+    # Padding takes no routed expert, only the shared one.
+    taken = torch.ones(tokens, topk + 1, dtype=torch.bool)
+    padding = {"half padding": slice(1, None, 2), "all padding": slice(None)}.get(kind)
+    if padding is not None:
+        taken[padding, :topk] = False
     if topk:
-        ids = routing(tokens, topk, experts, kind, g)
+        ids = routing(tokens, topk, experts, "even" if padding else kind, g)
+        ids = ids.where(taken[:, :topk], -1)
     route = torch.rand(tokens, topk, generator=g)
     y, act = empty_words(tokens * hidden), empty_words(tokens * (topk + 1) * inter // 2)
     emulate("gfx950", order=order, poison=True)
     data = [t for w in weights for t in (w.data, w.scale)]
     given = [words_of(x, 8), words_of(ids, 8), words_of(route, 8), act]
     run_stage(ffn_launcher(shape, fmt, 0.75, blocks), [y, *given, *data], 8)
-    assert (act[:, 1] == 8).all()
+    assert torch.equal(
+        act[:, 1].view(tokens, topk + 1, -1) == 8, taken[..., None].expand(-1, -1, inter // 2)
+    )
     experts_of = torch_m3.Experts(weights[0].value, weights[1].value)
-    want = experts_of(x.float(), ids, route, 0.75, 7.0)
+    want = experts_of(x.float(), ids.clamp(min=0), route * taken[:, :topk], 0.75, 7.0)
     assert relative_l2(floats_in(y, 8).view(tokens, hidden), want) < 1e-3
 
 

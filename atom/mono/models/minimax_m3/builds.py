@@ -20,7 +20,9 @@ e8m0 scales of 32 elements in the byte order of `shuffle_scale`. Addresses of sc
     cos_sin           [positions, rotary] f32    rotary / 2 cosines, then as many sines
     positions         [tokens] i32               from 0; also the row of cos_sin
     slots             [tokens] i32               cache cell: page * PAGE + place; -1: a padding row,
-                                                 which has a position and pages like any other
+                                                 which has a position and pages like any other, but
+                                                 enters no cache and takes no routed expert: what
+                                                 comes out of it means nothing
     k_cache           [pages, local kv heads, PAGE, head_dim] in the build's kv_format
     v_cache           [pages, local kv heads, head_dim, PAGE] in kv_format
     index_cache       [pages, PAGE, head_dim] in index_format

@@ -53,7 +53,8 @@ class Step:
 
     hidden       [rows, hidden] bf16: the embedded tokens; read only
     positions    [rows] i32
-    slots        [rows] i32: the cache cell of each row's token, -1 for a padding row
+    slots        [rows] i32: the cache cell of each row's token, -1 for a padding row, whose
+                 results mean nothing
     block_table  [rows, n] i32: the cache page of each 128 tokens of each row's sequence
     """
 

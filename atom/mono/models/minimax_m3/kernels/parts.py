@@ -102,7 +102,8 @@ def project_qkv(
 
 @dataclass(frozen=True)
 class PostInputs:
-    """Addresses of the second half of a layer, by their names in the ABI; a router with experts."""
+    """Addresses of the second half of a layer, by their names in the ABI; with experts a
+    router, and the slots that tell which rows are padding."""
 
     h_in: fx.Int64
     o_w: fx.Int64
@@ -117,6 +118,7 @@ class PostInputs:
     rank: fx.Int32
     router_w: fx.Int64 | None = None
     router_bias: fx.Int64 | None = None
+    slots: fx.Int64 | None = None
 
 
 def finish_layer(
@@ -187,4 +189,6 @@ def _route(
 
     regions.enter(cta, "routing")
     ids, weights = regions.words("route_ids"), regions.words("route_weights")
-    route_tokens(cta, ffn.route, logits, rows, given.router_bias, route_scale, ids, weights)
+    route_tokens(
+        cta, ffn.route, logits, rows, given.router_bias, route_scale, given.slots, ids, weights
+    )

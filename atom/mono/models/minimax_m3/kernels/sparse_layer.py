@@ -201,6 +201,7 @@ def build_sparse_layer(key: SparseBuild) -> flyc.JitFunction:
                 rank=rank,
                 router_w=router_w,
                 router_bias=router_bias,
+                slots=slots,
             ),
             key.route_scale,
             key.shared_weight,
