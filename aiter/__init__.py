@@ -21,7 +21,8 @@ _LAZY: dict[str, tuple[str, str | None, bool]] = {
     "QuantType": ("aiter.ops.enum", "QuantType", True),
     "Target": ("aiter.jit.utils.chip_info", "Target", True),
     "dtypes": ("aiter.utility.dtypes", None, False),
-    "fused_moe": ("aiter.fused_moe", "fused_moe", False),
+    # The module, as importing it makes of this name anyway: its function is fused_moe.fused_moe.
+    "fused_moe": ("aiter.fused_moe", None, False),
 }
 
 __all__ = sorted(_LAZY)

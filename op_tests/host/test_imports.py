@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
+
+import aiter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,3 +118,12 @@ def test_the_check_sees_private_imports(tmp_path: Path):
         "flydsl.compiler.jit_function._flydsl_key",
         "flydsl.compiler._aot",
     ]
+
+
+@pytest.mark.parametrize("name", sorted(aiter._LAZY))
+def test_a_name_of_the_package_means_the_same_whatever_was_imported_before(name: str):
+    """Importing a submodule puts it into the package under its name."""
+    module, attribute, _ = aiter._LAZY[name]
+    assert attribute is None or importlib.util.find_spec(f"aiter.{name}") is None
+    value = importlib.import_module(module)
+    assert getattr(aiter, name) is (value if attribute is None else getattr(value, attribute))
