@@ -20,6 +20,7 @@ from atom.mono.models.minimax_m3.execution import Builders
 from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity, layer_builders
 from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
 from atom.mono.runtime import consensus, route
+from atom.mono.runtime.compare import ResultsDiffer
 from atom.mono.runtime.consensus import MonoUnsupported
 from atom.mono.runtime.deployment import Deployment
 from atom.mono.runtime.peer_memory import InProcessHeap
@@ -449,6 +450,23 @@ def test_check_mode_refuses_a_width_whose_hand_offs_are_broken(
     monkeypatch.setattr(contract, "hand_offs", without)
     assert not runner.prepare(1)
     assert "activated, which is not declared" in caplog.text
+
+
+@pytest.mark.compile
+def test_check_mode_looks_at_every_row_but_padding(gfx950, monkeypatch: pytest.MonkeyPatch):
+    # The stand-ins hand nothing over.
+    monkeypatch.setattr(runner_module, "check_width", lambda *_args: {})
+    config = small_config(**FEW, check=True)
+    runner, step = make_runner(config), make_step(config, 4)
+    assert runner.prepare(4)
+    with intercepted(lambda exe, args: None):
+        runner.forward(step)[3] = torch.nan
+    with pytest.raises(ResultsDiffer, match="rank 0 has 128 elements that are no numbers"):
+        runner.finish_step()
+    step.slots[3] = -1
+    runner.finish_step()
+    step.slots[:] = -1
+    runner.finish_step()
 
 
 @pytest.mark.parametrize("reusing", [{2}, {5}, {1}])

@@ -108,7 +108,8 @@ class MiniMaxM3Runner:
             group,
             "MiniMax-M3 mono",
         )
-        self._last: WidthExecution | None = None
+        # Result and slots of the last step.
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self._warm: set[int] = set()
 
     def prepare(self, rows: int) -> bool:
@@ -133,7 +134,7 @@ class MiniMaxM3Runner:
         if step.hidden.data_ptr() == width.first_output:
             raise ValueError("hidden is the buffer that the first layer writes: copy it")
         hidden = width.forward(step, current_stream(self.device))
-        self._last = width
+        self._last = hidden, step.slots
         # In compile-only mode nothing has run.
         if rows not in self._warm and not env.COMPILE_ONLY.get():
             self._warm.add(rows)
@@ -152,14 +153,15 @@ class MiniMaxM3Runner:
         """Check the step that has just run, as far as the configuration asks for it.
 
         Raises WaitGivenUp if a debug build gave up a wait and, with `Config.check`, ResultsDiffer
-        on every rank if the ranks' results are not one. Waits for the device; collective with
-        `Config.check`. Not while a graph is captured.
+        on every rank if the ranks' results, but for padding rows, are not one. Waits for the
+        device; collective with `Config.check`. Not while a graph is captured.
         """
         if self._buffers.diag is not None:
             tags = region_namer(f"layer {layer}" for layer in range(self.config.layers))
             raise_if_given_up(self._buffers.diag, self._mailboxes.missing_ranks(), tags)
         if self.config.check and self._last is not None:
-            require_same_on_all_ranks(self._last.result, self._group, "MiniMax-M3 step")
+            result, slots = self._last
+            require_same_on_all_ranks(result[slots >= 0], self._group, "MiniMax-M3 step")
 
 
 def _peer_bytes(config: Config, rows: int) -> int:
