@@ -1,4 +1,4 @@
-"""The persistent grid that every layer kernel runs on, and how a stage's tasks fall on it.
+"""The persistent grid that every layer kernel runs on.
 
 One workgroup a compute unit, all of them resident at once: stages hand over by polling memory, so
 a workgroup that is not running while another waits for it would never be waited out. A stage is a
@@ -24,15 +24,3 @@ def ceil_div(count: int, by: int) -> int:
 def round_up(count: int, to: int) -> int:
     """The smallest multiple of `to` that is at least `count`."""
     return ceil_div(count, to) * to
-
-
-def rounds(count: int, blocks: int = BLOCKS) -> int:
-    """How many tasks the busiest workgroup has of `count`."""
-    return ceil_div(count, blocks)
-
-
-def tasks_of(block: int, count: int, blocks: int = BLOCKS) -> range:
-    """The tasks of `count` that workgroup `block` does, in order."""
-    if not 0 <= block < blocks:
-        raise ValueError(f"there is no workgroup {block} among {blocks}")
-    return range(block, count, blocks)

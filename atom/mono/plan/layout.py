@@ -61,7 +61,3 @@ class Layout:
 
     def __getitem__(self, name: str) -> Region:
         return self._regions[name]
-
-    def at(self, offset: int) -> Region | None:
-        """The region that holds the byte at `offset`, None for padding or beyond the end."""
-        return next((r for r in self.regions if r.offset <= offset < r.end), None)

@@ -1,4 +1,4 @@
-"""Task tables, build keys, layouts and shards: the arithmetic that needs no device."""
+"""Build keys, layouts and shards: the arithmetic that needs no device."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from atom.mono.plan import execution
 from atom.mono.plan.build_key import key_tuple, source_digest
 from atom.mono.plan.layout import ALIGN, Layout
 from atom.mono.plan.shard import shard
 from atom.mono.plan.trace import Space
-
-
-@given(count=st.integers(0, 3000), blocks=st.integers(1, 300))
-def test_every_task_is_done_once_and_by_nobody_more_often_than_rounds_says(count: int, blocks: int):
-    done = [list(execution.tasks_of(b, count, blocks)) for b in range(blocks)]
-    assert sorted(task for tasks in done for task in tasks) == list(range(count))
-    assert max(map(len, done)) == execution.rounds(count, blocks)
-
-
-def test_a_workgroup_outside_the_grid_is_refused():
-    with pytest.raises(ValueError, match="no workgroup 256"):
-        execution.tasks_of(256, 10)
 
 
 @dataclass(frozen=True)
@@ -88,17 +73,12 @@ def test_no_source_is_an_error(tmp_path: Path):
         source_digest(tmp_path / "gone.py")
 
 
-def test_regions_are_aligned_disjoint_and_found_by_offset():
+def test_regions_are_aligned_disjoint_and_found_by_name():
     layout = Layout(Space.PEER)
     placed = [layout.place(f"r{i}", size) for i, size in enumerate((1, ALIGN, ALIGN + 1, 8))]
     assert [r.offset for r in placed] == [0, ALIGN, 2 * ALIGN, 4 * ALIGN]
     assert layout.nbytes == 5 * ALIGN
-    for region in placed:
-        assert (
-            layout.at(region.offset) is layout.at(region.end - 1) is layout[region.name] is region
-        )
-    assert layout.at(1) is None
-    assert layout.at(layout.nbytes) is None
+    assert list(layout.regions) == [layout[region.name] for region in placed] == placed
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("r", 8), ("s", 0)])
