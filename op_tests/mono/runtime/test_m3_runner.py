@@ -11,7 +11,7 @@ import torch
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.flydsl.kernels.tensor_shim import intercepted
 from atom.mono.device.step_begin import STEP_BEGIN_ABI
-from atom.mono.models.minimax_m3 import contract
+from atom.mono.models.minimax_m3 import contract, execution
 from atom.mono.models.minimax_m3 import runner as runner_module
 from atom.mono.models.minimax_m3.builds import DENSE_POST_ABI, SPARSE_ABI
 from atom.mono.models.minimax_m3.config import Config
@@ -19,6 +19,7 @@ from atom.mono.models.minimax_m3.dispatch import refusals, width_for
 from atom.mono.models.minimax_m3.execution import Builders
 from atom.mono.models.minimax_m3.runner import MiniMaxM3Runner, identity, layer_builders
 from atom.mono.models.minimax_m3.weights import bind_weights, expected_weights
+from atom.mono.plan.trace import Record
 from atom.mono.runtime import consensus, route
 from atom.mono.runtime.compare import ResultsDiffer
 from atom.mono.runtime.consensus import MonoUnsupported
@@ -146,6 +147,25 @@ def test_step_begin_zeroes_what_the_width_uses(gfx950):
     n0, fence = STEP_BEGIN_ABI.index("n0"), STEP_BEGIN_ABI.index("fence_off")
     assert spans[16][n0] == runner._buffers.scratch.nbytes > 4 * spans[1][n0]
     assert spans[16][fence] == runner._peers.bytes == 16 * spans[1][fence]
+
+
+@pytest.mark.compile
+def test_a_timeline_traces_each_launcher_once(gfx950, monkeypatch: pytest.MonkeyPatch):
+    """Not each of 63 launches: tracing a layer kernel takes the better part of a second."""
+    traced: list[str] = []
+
+    def trace(launcher, _abi) -> Record:
+        traced.append(launcher.func.__name__)
+        return Record(stages=["one", "two"])
+
+    monkeypatch.setattr(execution, "trace", trace)
+    runner = make_runner(small_config(timeline=True, reusing=frozenset({4})))
+    assert runner.prepare(1)
+    assert traced == ["launch_dense_pre", "launch_dense_post", "launch_sparse", "launch_sparse"]
+    launched = runner.timeline(1).launches
+    assert len(launched) == 63
+    assert launched[4].name == "layer 2 launch_dense_pre"
+    assert {launch.stages for launch in launched} == {("one", "two")}
 
 
 @pytest.mark.compile
@@ -433,7 +453,7 @@ def test_the_environment_asks_for_what_the_configuration_does_not(
     base = small_config(**FEW)
     assert base.with_env() == base
     monkeypatch.setenv(f"ATOM_MONO_{option.upper()}", "1")
-    assert base.with_env() == replace(base, **{option: True})
+    assert base.with_env() == make_runner(base).config == replace(base, **{option: True})
     monkeypatch.setenv(f"ATOM_MONO_{option.upper()}", "0")
     asked = replace(base, **{option: True})
     assert asked.with_env() == asked

@@ -194,7 +194,7 @@ class WidthExecution:
             "rank": begin.peers.rank,
         }
         plan = list(_launches(config, kernels))
-        self.timeline = _timeline(config, plan, begin) if config.timeline else None
+        self.timeline = _timeline(config, kernels, plan, begin) if config.timeline else None
         self._dense: list[list[Launch]] = [[] for _ in range(config.dense_layers)]
         self._sparse: list[Launch] = []
         for number, (layer, launcher, abi) in enumerate(plan):
@@ -258,10 +258,13 @@ def _bound(abi: KernelAbi, values: dict[str, int], names: dict[str, str]) -> tup
 
 
 def _timeline(
-    config: Config, plan: list[tuple[int, JitFunction, KernelAbi]], begin: StepBegin
+    config: Config,
+    kernels: WidthKernels,
+    plan: list[tuple[int, JitFunction, KernelAbi]],
+    begin: StepBegin,
 ) -> LayerTimeline:
     """One for the launches of `plan`, whose stages are what tracing finds."""
-    stages = {id(launcher): tuple(trace(launcher, abi).stages) for _, launcher, abi in plan}
+    stages = {id(launcher): tuple(trace(launcher, abi).stages) for launcher, abi in kernels.pairs()}
     launches = [
         Launched(f"layer {layer} {launcher.func.__name__}", stages[id(launcher)])
         for layer, launcher, _ in plan

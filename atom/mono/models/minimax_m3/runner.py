@@ -43,7 +43,8 @@ class MiniMaxM3Runner:
     All calls are collective over the ranks of `group` (None: one rank), in the same order. Making
     one raises MonoUnsupported, on every rank, when on any of them the deployment cannot be served,
     weights or caches do not fit or nothing would be launched, or when ranks would run different
-    code. `builders` are for tests: None stands for the layer kernels of this model.
+    code. `config` is taken with what the environment asks for (`Config.with_env`). `builders` are
+    for tests: None stands for the layer kernels of this model.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class MiniMaxM3Runner:
     ) -> None:
         # As tensors name it: "cuda" is the current device, whose number theirs has.
         device = torch.empty(0, device=device).device
+        config = config.with_env()
         self.config, self.device, self._group = config, device, group
 
         def bind() -> Bound:
