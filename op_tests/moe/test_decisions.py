@@ -17,7 +17,7 @@ from aiter.ops.flydsl.kernel_names import parse
 from aiter.ops.flydsl.kernels.mx_gemm import MxTile
 from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
 from aiter.ops.flydsl.moe.selection import select
-from aiter.ops.flydsl.moe.sizes import stage2_epilogue, stage2_groups
+from aiter.ops.flydsl.moe.sizes import sort_capacity, stage2_epilogue, stage2_groups
 from aiter.ops.flydsl.moe.stages import stage1_key, stage2_key
 from aiter.ops.flydsl.moe.tiers import MAX_TOKENS, get_padded_M, served_range
 from op_tests.moe.stage_names import request_for
@@ -100,6 +100,23 @@ def test_an_output_beyond_32_bits_is_reduced_and_a_route_buffer_beyond_them_refu
     with pytest.raises(NotImplementedError, match="32-bit"):
         stage2_epilogue("atomic", 262144, 10, dim, False)
     assert stage2_epilogue("atomic", 5, 10, dim, True) == "reduce"
+
+
+@pytest.mark.parametrize("block_m", [1, 3, 16])
+def test_the_sorted_rows_are_those_of_the_worst_routing(block_m):
+    """Of all ways to deal a number of routes out to experts."""
+    for routes, experts in itertools.product(range(7), range(1, 4)):
+        deals = itertools.product(range(routes + 1), repeat=experts)
+        rows = [
+            sum(-(-count // block_m) * block_m for count in deal)
+            for deal in deals
+            if sum(deal) == routes
+        ]
+        assert sort_capacity(routes, 1, experts, block_m) == max(rows)
+
+
+def test_one_token_takes_a_block_for_each_of_its_slots():
+    assert sort_capacity(1, 8, 384, 32) == 8 * 32
 
 
 def test_grids_cover_items_and_persistent_ones_fit_the_machine():

@@ -6,7 +6,7 @@
     expert_ids      (capacity / block_m) i32
     num_valid       (2) i32          rows in use, padding included; tokens
     route_rows      (tokens * topk) i32   where each route went, -1 for those that went nowhere
-    capacity = tokens * topk + experts * block_m - topk, rounded up to block_m
+    capacity: whole blocks for any routing, `sizes.sort_capacity`
 
 An expert is one thread: it walks over the routes of a chunk, held in LDS, and takes those that
 name it, so the order inside an expert is that of the routes without any sorting network. Few

@@ -14,9 +14,11 @@ MANY_BLOCKS = 256
 def sort_capacity(tokens: int, topk: int, experts: int, block_m: int) -> int:
     """Sorted rows that any routing of `tokens` tokens fits in, in whole blocks.
 
-    All but one expert may leave all but one row of its last block unused.
+    Every expert with a route may leave all but one row of its last block unused. Few tokens reach
+    few experts, and grids are as large as this.
     """
-    return -(-(tokens * topk + experts * block_m - topk) // block_m) * block_m
+    routes = tokens * topk
+    return (routes + min(routes, experts) * (block_m - 1)) // block_m * block_m
 
 
 def sort_chunks(tokens: int, topk: int) -> int:
