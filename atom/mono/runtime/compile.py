@@ -15,6 +15,7 @@ from aiter import env
 from aiter.ops.flydsl.kernels.resources import KernelResources, launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import artifact_of, compile_artifact
 from atom.mono.plan.check import RegionDecl, check
+from atom.mono.plan.execution import LDS_BYTES
 from atom.mono.plan.trace import Record, recording
 
 from .abi import KernelAbi
@@ -25,6 +26,7 @@ __all__ = [
     "compile_kernels",
     "compile_only",
     "launcher_resources",
+    "residency_problems",
     "scratch_bytes",
     "trace",
 ]
@@ -59,11 +61,25 @@ def compile_kernels(pairs: Pairs) -> list[JitFunction]:
 def scratch_bytes(launcher: JitFunction) -> int:
     """Private memory a lane of the launcher's most demanding kernel needs, in bytes.
 
-    A persistent grid must have none: a device that runs out of scratch starts part of the grid,
-    and the part that runs waits for the rest forever. Raises RuntimeError, never answers 0, for a
-    launcher whose binary cannot be read.
+    Raises RuntimeError, never answers 0, for a launcher whose binary cannot be read.
     """
     return max(kernel.scratch_bytes for kernel in launcher_resources(launcher))
+
+
+def residency_problems(launcher: JitFunction) -> list[str]:
+    """Why not all workgroups of the launcher's kernels would be resident at once, a line each.
+
+    A device that runs out of scratch starts part of a grid, and the part that runs waits for the
+    rest forever. More LDS than a compute unit has is found out at the launch: the compiler prints
+    an error and makes a binary all the same. Raises RuntimeError as `scratch_bytes` does.
+    """
+    name, lds = launcher.func.__name__, max(k.lds_bytes for k in launcher_resources(launcher))
+    found = []
+    if scratch := scratch_bytes(launcher):
+        found.append(f"{name} needs {scratch} bytes of scratch a lane")
+    if lds > LDS_BYTES:
+        found.append(f"{name} needs {lds} bytes of LDS, a compute unit has {LDS_BYTES}")
+    return found
 
 
 def trace(launcher: JitFunction, abi: KernelAbi) -> Record:

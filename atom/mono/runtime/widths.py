@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .compile import Pairs, compile_kernels, scratch_bytes
+from .compile import Pairs, compile_kernels, residency_problems
 from .consensus import Group, MonoUnsupported, tp_agree
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class WidthBuilds(Generic[B]):
     def prepare(self, rows: int) -> bool:
         """Whether width `rows` can run, after building it if nobody has tried. Collective.
 
-        Launches nothing. Failures are logged: a build that raises, scratch in any of its kernels,
-        and another rank's refusal.
+        Launches nothing. Failures are logged: a build that raises, kernels whose grid would not be
+        resident, and another rank's refusal.
         """
         with self._lock:
             if rows in self._built or rows in self._refused:
@@ -70,18 +70,12 @@ class WidthBuilds(Generic[B]):
             with _building:
                 built = self._build(rows)
                 launchers = compile_kernels(self._kernels(built))
-            scratch = {launcher.func.__name__: scratch_bytes(launcher) for launcher in launchers}
+            problems = [line for launcher in launchers for line in residency_problems(launcher)]
         except Exception:
             logger.exception("%s: width %d cannot be built", self._what, rows)
             return None
-        used = {name: size for name, size in scratch.items() if size}
-        if used:
-            logger.warning(
-                "%s: width %d is refused, its kernels need scratch: %s",
-                self._what,
-                rows,
-                ", ".join(f"{name} {size} bytes a lane" for name, size in used.items()),
-            )
+        if problems:
+            logger.warning("%s: width %d is refused: %s", self._what, rows, "; ".join(problems))
             return None
         return built
 

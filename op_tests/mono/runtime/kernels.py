@@ -10,8 +10,9 @@ import flydsl.expr as fx
 from flydsl.compiler.jit_function import JitFunction
 from flydsl.compiler.kernel_function import KernelFunction
 
-from aiter.ops.flydsl.kernels.device import global_pointer
+from aiter.ops.flydsl.kernels.device import global_pointer, shared_bytes
 from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
+from atom.mono.plan.execution import LDS_BYTES
 from atom.mono.plan.trace import enter_stage, note
 from atom.mono.runtime.abi import KernelAbi
 
@@ -67,6 +68,24 @@ def build_spilling(key: CopyKey) -> JitFunction:
         spilling_kernel(out, index).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
 
     return launch_spilling
+
+
+@kernel_builder
+def build_hungry(key: CopyKey) -> JitFunction:
+    """A kernel that needs more LDS than there is."""
+
+    @flyc.kernel
+    def hungry_kernel(out: fx.Int64, index: fx.Int32):
+        words = fx.recast_iter(fx.Int32, shared_bytes(LDS_BYTES + 1024))
+        words[index] = index * key.factor
+        fx.gpu.barrier()
+        global_pointer(fx.Int32, out)[index] = words[index + 1]
+
+    @flyc.jit
+    def launch_hungry(out: fx.Int64, index: fx.Int32, stream: fx.Stream):
+        hungry_kernel(out, index).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+    return launch_hungry
 
 
 def kernel_in(launcher: JitFunction) -> KernelFunction:

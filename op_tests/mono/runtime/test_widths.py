@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from op_tests.mono.runtime.kernels import (
     SPILL_ABI,
     CopyKey,
     build_copy,
+    build_hungry,
     build_spilling,
 )
 
@@ -54,9 +56,21 @@ def test_scratch_refuses_the_width_and_says_how_much(gfx950, caplog: pytest.LogC
     builds = _widths(lambda rows: build_spilling(CopyKey(rows)), SPILL_ABI)
     with caplog.at_level(logging.WARNING):
         assert not builds.prepare(4)
-    assert "copies: width 4 is refused, its kernels need scratch: launch_spilling" in caplog.text
+    assert re.search(
+        r"copies: width 4 is refused: launch_spilling needs \d+ bytes of scratch a lane",
+        caplog.text,
+    )
     with pytest.raises(MonoUnsupported, match="width 4 was refused"):
         builds[4]
+
+
+def test_more_lds_than_there_is_refuses_the_width(gfx950, caplog: pytest.LogCaptureFixture):
+    builds = _widths(lambda rows: build_hungry(CopyKey(rows)), SPILL_ABI)
+    assert not builds.prepare(4)
+    assert (
+        "copies: width 4 is refused: launch_hungry needs 164864 bytes of LDS, a compute unit has "
+        "163840"
+    ) in caplog.text
 
 
 def test_a_build_that_raises_is_logged_and_never_tried_again(caplog: pytest.LogCaptureFixture):
