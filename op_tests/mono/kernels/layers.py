@@ -378,7 +378,7 @@ class Rank:
         self, w: LayerWeights, layer: int, attn: str = "bf16", ffn: str = "bf16"
     ) -> None:
         values = self._values(w, layer, False, attn, ffn) | {"norm_w": w.norm2}
-        build = DensePostBuild(self.shape, attn, ffn)
+        build = DensePostBuild(self.shape, attn, ffn, self.sparse.swiglu_limit)
         self._run(build_dense_post(build), DENSE_POST_ABI, values)
         self.h.reverse()
 
