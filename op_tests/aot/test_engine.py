@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +201,26 @@ def test_any_executor_of_processes_will_do(tmp_path):
     assert (first.built, len(first.failures)) == (second.built, len(second.failures)) == (2, 1)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert len(contents(tmp_path / "b")) == 2
+
+
+class Jammed(Executor):
+    """Fails the first task for want of room and never comes to the others."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+
+    def submit(self, function, /, *arguments, **options) -> Future:
+        self.futures.append(Future())
+        if len(self.futures) == 1:
+            self.futures[0].set_exception(artifacts.CacheFullError("no room"))
+        return self.futures[-1]
+
+
+def test_a_build_that_ends_early_leaves_an_executor_nothing_to_do(tmp_path):
+    executor = Jammed()
+    with pytest.raises(UsageError, match="no room"):
+        run(tmp_path, scale_request(2), scale_request(3), executor=executor)
+    assert executor.futures[1].cancelled()
 
 
 def test_the_task_an_executor_gets_can_cross_processes(tmp_path):

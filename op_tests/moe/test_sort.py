@@ -133,17 +133,3 @@ def test_the_first_launch_clears_the_output_and_nothing_beyond(emulate):
     run_sort(ids, torch.rand(3, 1), 4, 32, zero=buffer[: 3 * 512])
     assert (buffer[: 3 * 512] == 0).all()
     assert (buffer[3 * 512 :] == 5).all()
-
-
-def test_capacity_holds_the_worst_routing():
-    for tokens, topk, experts, block_m in [(1, 1, 4, 32), (5, 2, 3, 16), (40, 4, 7, 64)]:
-        worst = sum(
-            -(-count // block_m) * block_m for count in _worst_counts(tokens * topk, experts)
-        )
-        assert sort_capacity(tokens, topk, experts, block_m) >= worst
-
-
-def _worst_counts(routes: int, experts: int) -> list[int]:
-    """One route for as many experts as possible, the rest for the first."""
-    alone = min(routes, experts)
-    return [routes - alone + 1] + [1] * (alone - 1)

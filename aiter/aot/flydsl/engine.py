@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, as_completed, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,8 +108,11 @@ def _build(
     by_name = {names[gfx]: context for gfx, context in contexts.items()}
     made: dict[str, Artifact] = {}
     tasks = _longest_first(requests, before, options)
-    with closing(Journal(options.cache, by_name)) as journal:
-        for done in _run(list(tasks), options):
+    with (
+        closing(Journal(options.cache, by_name)) as journal,
+        closing(_run(list(tasks), options)) as run,
+    ):
+        for done in run:
             request, compiled = tasks[done.task], done.result
             result.retried += done.attempts - 1
             if compiled is None:
@@ -208,7 +211,11 @@ def _run_elsewhere(
     tasks: list[CompileTask], executor: Executor
 ) -> Iterator[Done[CompileTask, Compiled]]:
     futures = {executor.submit(compile_launch, task): task for task in tasks}
-    for future in as_completed(futures):
-        error = future.exception()
-        failure = None if error is None else failure_of(error)
-        yield Done(futures[future], None if failure else future.result(), failure, 1)
+    try:
+        for future in as_completed(futures):
+            error = future.exception()
+            failure = None if error is None else failure_of(error)
+            yield Done(futures[future], None if failure else future.result(), failure, 1)
+    finally:
+        # What still runs when the build ends early must not outlive its hold on the cache.
+        wait([future for future in futures if not future.cancel()])
