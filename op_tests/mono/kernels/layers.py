@@ -34,7 +34,7 @@ from op_tests.moe.cases import spread
 from op_tests.mono import torch_m3
 from op_tests.mono.torch_m3 import bf16
 
-from .stages import StoredWeight
+from .stages import StoredWeight, pairs_in
 
 DIMS = Dims(
     hidden=256,
@@ -323,6 +323,12 @@ class Rank:
         self.h = [torch.zeros(t, hidden, dtype=torch.bfloat16) for _ in range(2)]
         self.peers = torch.zeros(shape.tp, dtype=torch.int64)
         self.cos_sin = torch_m3.cos_sin_table(POSITIONS, shape.dims.rotary)
+
+    def pairs(self, region: str) -> torch.Tensor:
+        """The bf16 pairs that the last layer left in words of scratch, f32."""
+        place = scratch_layout(self.shape, self.sparse)[region]
+        words = self.scratch[place.offset : place.end].view(torch.int32).view(-1, 2)
+        return pairs_in(words, int(words[0, 1])).float()
 
     def begin(self) -> None:
         shape = self.shape
