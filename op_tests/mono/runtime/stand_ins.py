@@ -54,6 +54,8 @@ DIMS = Dims(
     experts=16,
     topk=2,
 )
+# Few layers: two dense, three sparse, the second of which reuses the first's selection.
+FEW = {"layers": 5, "dense_layers": 2, "reusing": frozenset({3})}
 LANES = 64
 
 
