@@ -1,4 +1,4 @@
-# make aot        a fresh clone to a compiled cache of the shipped tables
+# make aot        a fresh clone to a compiled cache of the shipped tables and decode layers
 # make test       the test suite, without what is marked slow
 # make test-slow  what is marked slow
 # make lint       ruff and black
@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml
 
 aot: $(STAMP)
 	$(BIN)/python -m aiter.aot.flydsl.moe
+	$(BIN)/python -m atom.mono.aot
 
 test: $(STAMP)
 	$(BIN)/python -m pytest op_tests -q -m "not slow"

@@ -1,6 +1,7 @@
 """The ahead-of-time build of FlyDSL kernels; see README.md in this folder.
 
-    moe.py        the command line: python -m aiter.aot.flydsl.moe
+    moe.py        the command line of the MoE: python -m aiter.aot.flydsl.moe
+    command.py    what the command lines of all kinds share: options, phases, exit codes
     common.py     run_aot for a package build, and what the command line and the engine share
     rows.py       tables -> the rows to replay, and those that are another backend's
     dry_run.py    the context a replay runs in
@@ -16,6 +17,6 @@
     manifest.py   what is in a cache, and why
     report.py     the log, the summary and the JSON document
 
-From outside use `common.run_aot`, or the command line. Importing this package, `common`,
-`rows` or `moe` loads neither torch nor FlyDSL.
+From outside use `common.run_aot`, or the command line; for another kind of kernels, `command`.
+Importing this package, `command`, `common`, `rows` or `moe` loads neither torch nor FlyDSL.
 """

@@ -28,7 +28,8 @@ class Config:
     layers in `aux_layers` the residual stream is kept for a draft model. `widths` are the numbers
     of rows a step may have; a step is padded to one of them. `blocks` and `polls` are for tests on
     small grids and for debug builds, as in `LayerShape`; `check` has the runner check itself.
-    Raises ValueError for layers that are not there or cannot be in that order.
+    Raises ValueError for layers that are not there or cannot be in that order, and for what no
+    kernel serves.
     """
 
     dims: Dims = MINIMAX_M3
@@ -68,6 +69,9 @@ class Config:
             )
         if not set(self.aux_layers) <= set(range(self.layers)):
             raise ValueError(f"aux_layers {self.aux_layers} of a model of {self.layers} layers")
+        if not self.widths:
+            raise ValueError("a configuration without widths serves no step")
+        self.builds()  # what no kernel serves is refused here, not when a width is prepared
 
     def with_index_topk_freq(self, freq: int) -> Config:
         """With the first of every `freq` sparse layers selecting and the others reusing.
@@ -122,6 +126,15 @@ class Config:
             polls=self.polls,
             timeline=self.timeline,
         )
+
+    def builds(self) -> list[StepBeginBuild | DensePreBuild | DensePostBuild | SparseBuild]:
+        """The keys of every kernel of every width, whether a layer needs it or not."""
+        found: list[StepBeginBuild | DensePreBuild | DensePostBuild | SparseBuild]
+        found = [self.step_begin()]
+        for rows in self.widths:
+            found += [self.dense_pre(rows), self.dense_post(rows)]
+            found += [self.sparse(rows, select) for select in (True, False)]
+        return found
 
     def step_begin(self) -> StepBeginBuild:
         """Key of step-begin."""

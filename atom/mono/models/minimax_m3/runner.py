@@ -183,20 +183,16 @@ def layer_builders() -> Builders:
     return Builders(build_dense_pre, build_dense_post, build_sparse_layer)
 
 
+def sources() -> str:
+    """The digest of the sources of every kernel that a step launches."""
+    return source_digest(*_SOURCES)
+
+
 def identity(config: Config) -> str:
     """What ranks must have in common: every kernel's key, the kernels' sources, and which kernels
     and votes a step is."""
-    sources = source_digest(*_SOURCES)
-    keys = [config.step_begin()]
-    for rows in config.widths:
-        keys += [
-            config.dense_pre(rows),
-            config.dense_post(rows),
-            config.sparse(rows, True),
-            config.sparse(rows, False),
-        ]
     step = (config.layers, config.dense_layers, sorted(config.reusing), config.check)
-    return repr(([key_tuple(key, sources) for key in keys], step))
+    return repr(([key_tuple(key, sources()) for key in config.builds()], step))
 
 
 def _check_step(step: Step, rows: int, config: Config, device: torch.device) -> None:
