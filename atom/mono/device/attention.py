@@ -126,6 +126,7 @@ def attention(
     kv_heads, splits = shape.heads // shape.group, shape.splits
     state = _State()
     score_scale = caches.k.scale() * (shape.sm_scale * math.log2(math.e))
+    value_scale = caches.v.scale()
     for task in range(cta.block, fx.Int32(tokens * kv_heads * splits), fx.Int32(cta.blocks)):
         row, split = div(fx.Int32(task), splits), mod(fx.Int32(task), splits)
         token, kv_head = div(row, kv_heads), mod(row, kv_heads)
@@ -145,9 +146,9 @@ def attention(
                 _add_keys(state, query, quarter, score_scale, last, cta.lane)
         if fx.const_expr(splits == 1):
             first_head = token * shape.heads + kv_head * shape.group
-            _combine(cta, shape, state, caches, first_head, out)
+            _combine(cta, shape, state, value_scale, first_head, out)
         else:
-            _combine(cta, shape, state, caches, fx.Int32(task) * shape.group, out)
+            _combine(cta, shape, state, value_scale, fx.Int32(task) * shape.group, out)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _combine(
     cta: Cta,
     shape: AttentionShape,
     state: _State,
-    caches: Caches,
+    value_scale: fx.Float32,
     first_head: fx.Int32,
     out: Words,
 ) -> None:
@@ -244,7 +245,7 @@ def _combine(
             )
         highest, total, low, high = _merged(parts)
         if fx.const_expr(shape.splits == 1):
-            by = reciprocal(total) * caches.v.scale()
+            by = reciprocal(total) * value_scale
             out.push_pair((first_head + head) * (HEAD_DIM // 2) + pair, low * by, high * by)
         else:
             index = (first_head + head) * PART_WORDS
@@ -277,6 +278,7 @@ def merge_attention(
     cta: Cta, shape: AttentionShape, tokens: int, parts: Words, caches: Caches, out: Words
 ) -> None:
     """Stage: out [tokens, heads * HEAD_DIM] bf16 pairs from the parts of several splits."""
+    value_scale = caches.v.scale()
     for task in range(cta.worker, fx.Int32(tokens * shape.heads), fx.Int32(cta.waves)):
         group, head = div(fx.Int32(task), shape.group), mod(fx.Int32(task), shape.group)
         runs = []
@@ -288,5 +290,5 @@ def merge_attention(
         _, total, low, high = _merged(
             [(*found[2 * i + 1], *found[2 * i]) for i in range(shape.splits)]
         )
-        by = reciprocal(total) * caches.v.scale()
+        by = reciprocal(total) * value_scale
         out.push_pair(fx.Int32(task) * (HEAD_DIM // 2) + cta.lane, low * by, high * by)

@@ -79,8 +79,8 @@ def index_scores(
         wanted = (blocks > shape.topk).select(blocks, fx.Int32(0))
         for block in range(cta.worker, wanted, fx.Int32(cta.waves)):
             query_row = fx.Int32(task) * shape.group + fx.min(row, fx.Int32(shape.group - 1))
-            query = query_operands(queries, query_row, cta.lane, index.fmt)
             page = load_word(block_table, token * table_stride + fx.Int32(block))
+            query = query_operands(queries, query_row, cta.lane, index.fmt)
             last = position - fx.Int32(block) * PAGE
             best = _best_key(index, index.page(page), query, last, cta.lane)
             if cta.lane == 0:

@@ -48,6 +48,10 @@ class Plane(TraceObject):
         """The cache's scale, uniform; 1 where it has none."""
         return load_word(self._scale, 0).bitcast(fx.Float32) if self.scaled else fx.Float32(1.0)
 
+    def inverse(self) -> fx.Float32:
+        """One over the scale."""
+        return reciprocal(self.scale()) if self.scaled else fx.Float32(1.0)
+
     def page(self, page: fx.Int32, head: fx.Int32 | int = 0) -> fx.Int64:
         """Address of a head's [128, 128] elements of a page."""
         return self.address + (fx.Int64(page) * self.heads + fx.Int64(head)) * (
@@ -88,31 +92,40 @@ class Plane(TraceObject):
         return widen_fp8(words[0], words[1], fx.Float32(1.0))
 
     def insert_row(
-        self, page: fx.Int64, row: fx.Int32, lane: fx.Int32, low: fx.Float32, high: fx.Float32
+        self,
+        page: fx.Int64,
+        row: fx.Int32,
+        lane: fx.Int32,
+        values: tuple[fx.Float32, fx.Float32],
+        inverse: fx.Float32,
     ) -> None:
-        """Store the lane's columns (2 lane, 2 lane + 1) of a row."""
+        """Store the lane's columns (2 lane, 2 lane + 1) of a row, `inverse` being `inverse()`."""
+        low, high = values
         place = row * _PAIRS + lane
         if self.fmt == "bf16":
             global_pointer(fx.Int32, page)[place] = float_pair(low, high)
         else:
-            global_pointer(fx.Int16, page)[place] = fx.Int16(self._fp8(low, high))
+            pair = fp8_pair(low * inverse, high * inverse)
+            global_pointer(fx.Int16, page)[place] = fx.Int16(pair)
 
     def insert_column(
-        self, page: fx.Int64, column: fx.Int32, lane: fx.Int32, low: fx.Float32, high: fx.Float32
+        self,
+        page: fx.Int64,
+        column: fx.Int32,
+        lane: fx.Int32,
+        values: tuple[fx.Float32, fx.Float32],
+        inverse: fx.Float32,
     ) -> None:
         """Store the lane's rows (2 lane, 2 lane + 1) of a column."""
+        low, high = values
         places = [lane * (2 * ROW) + column, lane * (2 * ROW) + (ROW + column)]
         if self.fmt == "bf16":
             for place, value in zip(places, (low, high), strict=True):
                 global_pointer(fx.BFloat16, page)[place] = value.to(fx.BFloat16)
         else:
-            pair = self._fp8(low, high)
+            pair = fp8_pair(low * inverse, high * inverse)
             for i, place in enumerate(places):
                 global_pointer(fx.Int8, page)[place] = fx.Int8(pair >> (8 * i))
-
-    def _fp8(self, low: fx.Float32, high: fx.Float32) -> fx.Int32:
-        inverse = reciprocal(self.scale())
-        return fp8_pair(low * inverse, high * inverse)
 
 
 class Caches(TraceObject):

@@ -30,6 +30,12 @@ def _columns(cta: Cta, hidden: int) -> list[tuple[fx.Int32, fx.Boolean]]:
     return [(fx.min(p, fx.Int32(pairs - 1)), p < pairs) for p in own]
 
 
+def _weights(weight: fx.Int64, columns: list[tuple[fx.Int32, fx.Boolean]]) -> list[fx.Int32]:
+    """The norm's factors of this thread's columns, in pairs. Loaded before a stage waits: later
+    they would be waited for a second time."""
+    return [global_pointer(fx.Int32, weight)[pair] for pair, _ in columns]
+
+
 def _row(address: fx.Int64, row: fx.Int32, hidden: int) -> fx.Pointer:
     """Row `row` of [rows, hidden] bf16 as words of two."""
     return global_pointer(fx.Int32, address + fx.Int64(row) * (2 * hidden))
@@ -41,7 +47,7 @@ def _norm(
     values: list[tuple[fx.Float32, fx.Float32]],
     columns: list[tuple[fx.Int32, fx.Boolean]],
     row: fx.Int32,
-    weight: fx.Int64,
+    weights: list[fx.Int32],
     hidden: int,
     eps: float,
     out: Words,
@@ -51,11 +57,10 @@ def _norm(
         low, high = values[i]
         squares = squares + low * low + high * high
     factor = rsqrt(cta.sum(squares) * (1.0 / hidden) + eps)
-    weights = global_pointer(fx.Int32, weight)
     for i in fx.range_constexpr(len(values)):
         pair, there = columns[i]
         low, high = values[i]
-        w_low, w_high = pair_floats(weights[pair])
+        w_low, w_high = pair_floats(weights[i])
         if there:
             index = row * (hidden // 2) + pair
             out.push_pair(index, low * factor * w_low, high * factor * w_high)
@@ -67,10 +72,11 @@ def rms_norm(
 ) -> None:
     """Stage: norm of the rows x [tokens, hidden] bf16 of an earlier kernel."""
     columns = _columns(cta, hidden)
+    weights = _weights(weight, columns)
     for row in range(cta.block, fx.Int32(tokens), fx.Int32(cta.blocks)):
         words = _row(x, fx.Int32(row), hidden)
         values = [pair_floats(there.select(words[pair], fx.Int32(0))) for pair, there in columns]
-        _norm(cta, values, columns, fx.Int32(row), weight, hidden, eps, out)
+        _norm(cta, values, columns, fx.Int32(row), weights, hidden, eps, out)
 
 
 @traced
@@ -90,9 +96,10 @@ def reduce_norm(
     residual, mid [tokens, hidden] bf16; `reduce_rows` reads mid with the same threads.
     """
     columns = _columns(cta, hidden)
+    weights = _weights(weight, columns)
     for row in range(cta.block, fx.Int32(tokens), fx.Int32(cta.blocks)):
         values = _reduced(sums, columns, fx.Int32(row), residual, mid, hidden)
-        _norm(cta, values, columns, fx.Int32(row), weight, hidden, eps, out)
+        _norm(cta, values, columns, fx.Int32(row), weights, hidden, eps, out)
 
 
 @traced

@@ -79,10 +79,10 @@ def route_tokens(
     """Stage: choose experts from `logits` [tokens, row_words] f32 words; bias [experts] f32,
     slots [tokens] i32."""
     for token in range(cta.worker, fx.Int32(shape.tokens), fx.Int32(cta.waves)):
+        padding = load_word(slots, fx.Int32(token)) < 0
         scores, ranked = _scores(cta.lane, shape, logits, fx.Int32(token) * row_words, bias)
         chosen, chosen_scores, total = _choose(shape, cta.lane, scores, ranked)
         factor = reciprocal(total) * route_scale
-        padding = load_word(slots, fx.Int32(token)) < 0
         for i in fx.range_constexpr(shape.topk):
             if cta.lane == i:
                 index = fx.Int32(token) * shape.topk + i
@@ -96,11 +96,13 @@ def _scores(
     """Score and biased score of the lane's experts; the latter is -inf where there is none."""
     experts = [lane + i * LANES for i in range(-(-shape.experts // LANES))]
     known = [fx.min(expert, fx.Int32(shape.experts - 1)) for expert in experts]
+    # Before the wait, so that they are there when the logits are.
+    added = [global_pointer(fx.Float32, bias)[at] for at in known]
     polled = poll_runs([Run(logits, first + at) for at in known], 1)
     scores, ranked = [], []
-    for expert, at, (logit,) in zip(experts, known, polled, strict=True):
+    for expert, more, (logit,) in zip(experts, added, polled, strict=True):
         score = sigmoid(logit.bitcast(fx.Float32))
-        biased = score + global_pointer(fx.Float32, bias)[at]
+        biased = score + more
         biased = (biased > _LOWEST).select(biased, fx.Float32(_LOWEST))
         scores.append(score)
         ranked.append((expert < shape.experts).select(biased, fx.Float32(_NONE)))

@@ -6,12 +6,21 @@ scope that is too narrow, on a device whose dies have a cache each.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import flydsl.expr as fx
 import pytest
 
 from atom.mono.device.step_begin import STEP_BEGIN_ABI, StepBeginBuild, build_step_begin
 from atom.mono.device.sync import Words
-from atom.mono.models.minimax_m3.builds import SPARSE_ABI, LayerShape, SparseBuild
+from atom.mono.models.minimax_m3.builds import (
+    DENSE_PRE_ABI,
+    SPARSE_ABI,
+    DensePreBuild,
+    LayerShape,
+    SparseBuild,
+)
+from atom.mono.models.minimax_m3.kernels.dense_pre import build_dense_pre
 from atom.mono.models.minimax_m3.kernels.sparse_layer import build_sparse_layer
 from atom.mono.plan.trace import Space
 from op_tests.emulator.lowering import flydsl_arch, lower
@@ -89,3 +98,16 @@ def test_step_begin_orders_zeroing_flags_and_epochs():
         "store",  # the epoch
         *["store"] * 2,  # scratch
     ]
+
+
+def test_what_a_stage_needs_besides_is_on_its_way_before_it_waits():
+    """A load behind a wait, or between stores, is one more trip to memory for the whole grid."""
+    key = DensePreBuild(LayerShape(replace(DIMS, hidden=2048), 2, 4, blocks=2))
+    found = accesses(build_dense_pre(key), len(DENSE_PRE_ABI))
+    waits = [i for i, access in enumerate(found) if access == "load relaxed agent"]
+    normed = [i for i, access in enumerate(found[: waits[0]]) if access == "store relaxed agent"]
+    assert len(normed) == 2
+    assert normed[1] == normed[0] + 1
+    heads = found[waits[-1] + 1 :]
+    assert "store" in heads
+    assert "load" not in heads
