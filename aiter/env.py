@@ -28,11 +28,14 @@ class EnvError(ValueError):
 
 @dataclass(frozen=True)
 class EnvVar(Generic[T]):
-    """One variable: ``kind`` is what an error and the table say the value should be."""
+    """One variable: ``kind`` is what an error and the table say the value should be.
+
+    ``default`` may be a function, called where the default is wanted.
+    """
 
     name: str
     kind: str
-    default: T
+    default: T | Callable[[], T]
     help: str
     parse: Callable[[str], T]
     affects_code: bool = False
@@ -41,12 +44,20 @@ class EnvVar(Generic[T]):
         """The parsed value, or the default when unset or empty. Raises EnvError."""
         text = (os.environ if environ is None else environ).get(self.name, "")
         if not text.strip():
-            return self.default
+            return self._default()
         try:
             return self.parse(text.strip())
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             detail = f" ({error})" if str(error) else ""
             raise EnvError(f"{self.name}={text!r} is not {self.kind}{detail}") from None
+
+    def _default(self) -> T:
+        if not callable(self.default):
+            return self.default
+        try:
+            return self.default()
+        except RuntimeError as error:
+            raise EnvError(f"{self.name} is not set, and has no default here: {error}") from None
 
     def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
         """Whether the variable is present and not empty."""
@@ -117,7 +128,7 @@ def _str(name: str, default: T, help: str, *, affects_code: bool = False) -> Env
     return _declare(EnvVar(name, "a string", default, help, str, affects_code))
 
 
-def _path(name: str, default: T, help: str) -> EnvVar[T | Path]:
+def _path(name: str, default: T | Callable[[], Path], help: str) -> EnvVar[T | Path]:
     return _declare(EnvVar(name, "a path", default, help, lambda text: Path(text).expanduser()))
 
 
@@ -154,7 +165,9 @@ ARCH = _str("ARCH", None, "FlyDSL's compile target; removed by a pinned target",
 
 # Cache and FlyDSL's modes
 FLYDSL_RUNTIME_CACHE_DIR = _path(
-    "FLYDSL_RUNTIME_CACHE_DIR", Path.home() / ".flydsl" / "cache", "folder of compiled kernels"
+    "FLYDSL_RUNTIME_CACHE_DIR",
+    lambda: Path.home() / ".flydsl" / "cache",
+    "folder of compiled kernels",
 )
 COMPILE_ONLY = _flag("COMPILE_ONLY", False, "compile and persist kernels, launch none")
 FLYDSL_RUNTIME_RUN_ONLY = _flag(
@@ -164,7 +177,9 @@ FLYDSL_RUNTIME_RUN_ONLY = _flag(
 # Toolkit
 ROCM_PATH = _path("ROCM_PATH", None, "ROCm installation; its llvm/bin/ld.lld is taken first")
 XDG_CACHE_HOME = _path(
-    "XDG_CACHE_HOME", Path.home() / ".cache", "the private linker folder is made in aiter/ below it"
+    "XDG_CACHE_HOME",
+    lambda: Path.home() / ".cache",
+    "the private linker folder is made in aiter/ below it",
 )
 
 # Ahead-of-time build
@@ -281,7 +296,7 @@ def render_table(environ: Mapping[str, str] | None = None) -> str:
         try:
             value = _shown(var.get(environ))
         except EnvError:
-            value = f"INVALID, not {var.kind}"
+            value = f"INVALID, not {var.kind}" if var.is_set(environ) else "none here"
         source = "env" if var.is_set(environ) else "default"
         rows.append((var.name, value, source, "yes" if var.affects_code else "", var.help))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

@@ -176,6 +176,21 @@ def test_a_missing_table_exits_2(capsys, tmp_path):
     assert "absent.csv: there is no such file" in refused(capsys, "--csv", tmp_path / "absent.csv")
 
 
+def test_a_user_without_a_home_folder_exits_2(capsys, table, tmp_path, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("FLYDSL_RUNTIME_CACHE_DIR", raising=False)
+    for arguments, said in (
+        (["--list"], "this user has no home folder; set HOME to one"),
+        (["--list", "--cache-dir", tmp_path], "this user has no home folder; set HOME to one"),
+        ([], "XDG_CACHE_HOME is not set, and has no default here"),
+    ):
+        assert moe.main([*map(str, arguments), "--csv", str(table)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_an_unknown_architecture_exits_2(capsys, table):
     assert "gfx999" in refused(capsys, "--csv", table, "--arch", "gfx950,gfx999")
 

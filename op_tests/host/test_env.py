@@ -38,6 +38,19 @@ def test_paths_expand_the_home_folder():
     assert env.ROCM_PATH.get({"ROCM_PATH": "~/rocm"}) == Path.home() / "rocm"
 
 
+def test_without_a_home_folder_only_what_needs_one_fails(monkeypatch: pytest.MonkeyPatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    given = {"FLYDSL_RUNTIME_CACHE_DIR": "/c"}
+    assert env.FLYDSL_RUNTIME_CACHE_DIR.get(given) == Path("/c")
+    with pytest.raises(env.EnvError, match="XDG_CACHE_HOME is not set, and has no default here"):
+        env.XDG_CACHE_HOME.get(given)
+    row = {line.split()[0]: line for line in env.render_table(given).splitlines()}
+    assert "none here" in row["XDG_CACHE_HOME"]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

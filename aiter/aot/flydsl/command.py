@@ -42,8 +42,13 @@ class Options:
 
     jobs: int | None
     json: bool
-    cache: Path
+    cache_dir: Path | None
     mode: str
+
+    @property
+    def cache(self) -> Path:
+        """The cache folder. Raises EnvError."""
+        return (self.cache_dir or env.FLYDSL_RUNTIME_CACHE_DIR.get()).absolute()
 
     @property
     def builds(self) -> bool:
@@ -78,9 +83,8 @@ def positive(text: str) -> int:
 
 def options_of(given: argparse.Namespace) -> Options:
     """The common options among `given`."""
-    cache = Path(given.cache_dir).expanduser() if given.cache_dir else None
-    cache = (cache or env.FLYDSL_RUNTIME_CACHE_DIR.get()).absolute()
-    return Options(jobs=given.jobs, json=given.json, cache=cache, mode=given.mode)
+    cache_dir = Path(given.cache_dir).expanduser() if given.cache_dir else None
+    return Options(jobs=given.jobs, json=given.json, cache_dir=cache_dir, mode=given.mode)
 
 
 @dataclass
@@ -151,7 +155,8 @@ def _run(kind: Kind[S], options: Options, executor: Executor | None) -> int:
         return _show_config(kind, options, log)
     prepare_process()
     for setting in env.REGISTRY.values():
-        setting.get()  # whoever reads it later is not the first to find that it does not parse
+        if setting.is_set():
+            setting.get()  # whoever reads it later is not the first to find that it does not parse
     selected = kind.read(log)
     limit = worker_limit(options.jobs)
     toolkit = None
@@ -194,6 +199,11 @@ def _run(kind: Kind[S], options: Options, executor: Executor | None) -> int:
 
 def _import_for_workers(preload: Callable[[], None]) -> float:
     """Import once what every worker needs; CPU seconds from the start of the process to there."""
+    try:
+        Path.home()
+    except RuntimeError:
+        # FlyDSL asks for it when it is imported.
+        raise UsageError("this user has no home folder; set HOME to one") from None
     try:
         from . import check, engine  # noqa: F401
 
