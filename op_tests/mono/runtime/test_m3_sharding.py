@@ -53,7 +53,9 @@ def test_the_ranks_outputs_add_up_to_the_models():
     torch.testing.assert_close(total, w.o @ x)
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_heads_that_do_not_divide_and_ranks_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="do not divide among 3 ranks"):
+        replace(CONFIG, tp=3)
     model = _model(LayerWeights.random(DIMS, dense=False, seed=1))
-    with pytest.raises(ValueError, match="cannot be divided equally among 3 ranks"):
-        rank_matrices(replace(CONFIG, tp=3), 1, model, 0)
+    with pytest.raises(ValueError, match="there is no rank 2 of 2"):
+        rank_matrices(CONFIG, 1, model, 2)

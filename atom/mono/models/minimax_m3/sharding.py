@@ -31,8 +31,8 @@ def rank_matrices(
     """`qkv_w`, `o_w`, `gate_up_w`, `down_w` and, in sparse layers, `router_w` of `rank`.
 
     Natural order, contiguous, in the model's types; the router's rows are padded with zeros to a
-    multiple of 16. Raises KeyError for a tensor that is missing and ValueError for dimensions that
-    do not divide among the ranks.
+    multiple of 16. Raises KeyError for a tensor that is missing and ValueError for a rank that is
+    not there.
     """
     d = config.dims
     sparse = layer >= config.dense_layers
