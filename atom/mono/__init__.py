@@ -1,7 +1,7 @@
 """Whole decode layers in one to three launches each.
 
     device/   the stages that kernels are composed of
-    plan/     what is decided without a device: the grid, regions, shards, the hand-off check
+    plan/     what is decided without a device: task tables, regions, shards, the hand-off check
     runtime/  compiling, agreeing over ranks, peer memory, the start of a step
     models/   one folder a model: its builds, kernels and runner
     aot.py    the command line that builds a deployment's kernels ahead of time

@@ -14,7 +14,12 @@ from aiter.aot.flydsl.common import LaunchRequest
 from aiter.aot.flydsl.engine import BuildOptions
 from aiter.jit.utils.toolkit import find_toolkit
 from aiter.ops.flydsl.kernels.tensor_shim import BuildRef, Launch, kernel_builder, launch_of
-from op_tests.host.sample_kernels import make_device_library, make_failing, make_scale
+from op_tests.host.sample_kernels import (
+    make_device_library,
+    make_failing,
+    make_hungry,
+    make_scale,
+)
 
 CONTEXTS = {gfx: {"target": gfx, "kernel sources": "0"} for gfx in ("gfx942", "gfx950")}
 _SIGNATURE = ("i64", "i64", "i32", "stream")
@@ -41,6 +46,18 @@ class FailKey:
 @kernel_builder
 def build_failing(key: FailKey) -> flyc.JitFunction:
     return make_failing()
+
+
+@dataclass(frozen=True)
+class HungryKey:
+    """Bytes of LDS."""
+
+    lds_bytes: int
+
+
+@kernel_builder
+def build_hungry(key: HungryKey) -> flyc.JitFunction:
+    return make_hungry(key.lds_bytes)
 
 
 @dataclass(frozen=True)

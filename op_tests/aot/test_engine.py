@@ -19,6 +19,7 @@ from aiter.aot.flydsl import artifacts, manifest
 from aiter.aot.flydsl.artifacts import STAGING
 from aiter.aot.flydsl.common import LaunchRequest, UsageError
 from aiter.aot.flydsl.engine import BuildResult, build
+from aiter.ops.flydsl.kernels.tensor_shim import launch_of
 
 from . import samples
 from .samples import (
@@ -26,7 +27,9 @@ from .samples import (
     DeadlyKey,
     ErfKey,
     FailKey,
+    HungryKey,
     SlowKey,
+    build_hungry,
     build_options,
     quiet,
     scale_request,
@@ -158,6 +161,21 @@ def test_a_kernel_that_needs_a_device_library_is_refused(tmp_path):
     result = run(tmp_path, unbuilt_request("build_erf", ErfKey()))
     assert result.failures[0].failure.error == "DeviceLibraryError"
     assert contents(tmp_path) == {}
+
+
+def test_a_kernel_with_more_lds_than_a_workgroup_has_is_refused(tmp_path):
+    """LLVM makes a binary of it, which no device starts."""
+    fits, does_not = (
+        LaunchRequest("gfx950", launch_of(build_hungry(HungryKey(size))), ("t.csv:2",))
+        for size in (160 << 10, (160 << 10) + 4096)
+    )
+    result = run(tmp_path, fits, does_not)
+    assert (result.built, len(result.failures)) == (1, 1)
+    assert "needs 167936 bytes of LDS, a workgroup of gfx950 has 163840" in str(
+        result.failures[0].failure
+    )
+    again = run(tmp_path, does_not)
+    assert len(again.failures) == 1, "an artifact left by the first try is not taken"
 
 
 def test_a_builder_that_is_not_there_fails_alone(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
+from aiter.ops.flydsl.kernels.device import shared_bytes
+
 
 def _f32_at(address: fx.Int64) -> fx.Pointer:
     pointer = fx.PointerType.get(
@@ -55,3 +57,21 @@ def make_failing() -> flyc.JitFunction:
         failing_kernel(out).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
 
     return launch_failing
+
+
+def make_hungry(lds_bytes: int) -> flyc.JitFunction:
+    """Takes that much LDS, and uses it."""
+
+    @flyc.kernel
+    def hungry_kernel(out: fx.Int64):
+        words = fx.recast_iter(fx.Float32, shared_bytes(lds_bytes))
+        lane = fx.Int32(fx.thread_idx.x)
+        words[lane] = fx.Float32(2.0)
+        fx.gpu.barrier()
+        fx.make_view(_f32_at(out), fx.make_layout(64, 1))[lane] = words[lane ^ 1]
+
+    @flyc.jit
+    def launch_hungry(out: fx.Int64, stream: fx.Stream):
+        hungry_kernel(out).launch(grid=(1, 1, 1), block=(64, 1, 1), stream=stream)
+
+    return launch_hungry

@@ -15,7 +15,8 @@ from flydsl.compiler.jit_function import JitFunction
 
 from aiter import env
 from aiter.jit.utils.backend import ArtifactKey
-from aiter.jit.utils.chip_info import Target, pinned
+from aiter.jit.utils.chip_info import GFX_LDS_BYTES, Target, pinned
+from aiter.ops.flydsl.kernels.resources import launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import (
     BuildRef,
     Launch,
@@ -87,8 +88,8 @@ class Traced:
 def compile_launch(task: CompileTask) -> Compiled:
     """Trace `task.launch` and compile it, unless its artifact is in the staging folder.
 
-    Raises CacheFullError, ArtifactError, ToolkitError, DeviceLibraryError, and what building
-    and compiling raise. LLVM may abort the process.
+    Raises CacheFullError, ArtifactError, also for a kernel that could not start, ToolkitError,
+    DeviceLibraryError, and what building and compiling raise. LLVM may abort the process.
     """
     began = cpu_seconds()
     staging = task.cache / STAGING
@@ -103,6 +104,7 @@ def compile_launch(task: CompileTask) -> Compiled:
         with pinned(Target.of(task.gfx)), env.overlay(overlay):
             launcher = _fresh(task.launch.build)
             compile_artifact(launcher)
+        _require_launchable(launcher, task.gfx)
         file, found = _outcome(launcher)
         data = _staged(staging / file)
         require_artifact(data, launcher.func.__name__, task.gfx)
@@ -129,6 +131,17 @@ def cpu_seconds() -> float:
     """CPU seconds this process and its finished children have used."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _require_launchable(launcher: JitFunction, gfx: str) -> None:
+    """Raise ArtifactError for a kernel that no workgroup can start: LLVM makes those too."""
+    limit = GFX_LDS_BYTES.get(gfx)
+    for kernel in launcher_resources(launcher):
+        if limit is not None and kernel.lds_bytes > limit:
+            raise ArtifactError(
+                f"{kernel.kernel} needs {kernel.lds_bytes} bytes of LDS, a workgroup of {gfx} has "
+                f"{limit}"
+            )
 
 
 def _file(key: ArtifactKey) -> str:

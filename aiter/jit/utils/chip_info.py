@@ -22,6 +22,9 @@ from aiter import env
 # Compute units of the full part, for a target named by its architecture alone.
 GFX_CU_NUM_MAP = {"gfx942": 304, "gfx950": 256, "gfx1250": 256}
 
+# LDS that one workgroup can have, in bytes.
+GFX_LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "gfx1250": 320 << 10}
+
 # Tables written before they had a ``gfx`` column tell the architecture by the CU count.
 _CU_NUM_GFX = {80: "gfx942", 304: "gfx942", 256: "gfx950"}
 

@@ -1,4 +1,4 @@
-"""The persistent grid that every layer kernel runs on.
+"""The persistent grid that every layer kernel runs on, and how a stage's tasks fall on it.
 
 One workgroup a compute unit, all of them resident at once: stages hand over by polling memory, so
 a workgroup that is not running while another waits for it would never be waited out. A stage is a
@@ -14,6 +14,11 @@ THREADS = 512
 LANES = 64
 WAVES = THREADS // LANES
 LDS_BYTES = 160 << 10
+
+
+def rounds(tasks: int, blocks: int) -> int:
+    """How many tasks of a stage's table the busiest of `blocks` workgroups has."""
+    return ceil_div(tasks, blocks)
 
 
 def ceil_div(count: int, by: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from atom.mono.plan.build_key import key_tuple, source_digest
+from atom.mono.plan.execution import rounds
 from atom.mono.plan.layout import ALIGN, Layout
 from atom.mono.plan.shard import shard
 from atom.mono.plan.trace import Space
@@ -34,6 +35,13 @@ class Loose:
 @dataclass(frozen=True)
 class Holding:
     tokens: list
+
+
+def test_the_busiest_workgroup_has_a_task_more_once_a_round_is_full():
+    assert [rounds(tasks, 4) for tasks in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    for tasks in range(40):
+        each = [len(range(block, tasks, 7)) for block in range(7)]
+        assert rounds(tasks, 7) == max(each)
 
 
 def test_a_key_tuple_changes_with_every_field_and_with_the_sources():

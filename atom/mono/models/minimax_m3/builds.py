@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atom.mono.plan.execution import BLOCKS, THREADS, WAVES
+from atom.mono.plan.execution import BLOCKS, THREADS, WAVES, rounds
 
 PAGE = 128  # tokens of a cache page, and of a block of the sparse selection
 QUARTERS = 4  # of a block, what a wave attends to at once
@@ -246,11 +246,11 @@ class SparseBuild:
 
     @property
     def attention_splits(self) -> int:
-        """Workgroups that share the attention of one token and kv head: as many as the grid has,
-        while each of their waves has a quarter of a block."""
+        """Workgroups that share the attention of one token and kv head: as many as leave it one
+        round of the grid, while each of their waves has a quarter of a block."""
         splits, tasks = 1, self.shape.tokens * self.shape.kv_heads
         while (
-            2 * splits * tasks <= self.shape.blocks
+            rounds(2 * splits * tasks, self.shape.blocks) == 1
             and 2 * splits * WAVES <= self.index_topk * QUARTERS
         ):
             splits *= 2
