@@ -18,6 +18,7 @@ pytestmark = pytest.mark.emulated
 BLOCKS = 2
 EPS = 0.1
 FP8_CLOSE = 5e-2  # some roundings go the other way
+WIDEST = [3, 140, 127, 128, 383, 384, 255, 256, 500, 511, 512, 640, 767, 900, 1000, 1001]
 CLOSE = 1.5e-2  # bf16 roundings on the way; a wrong element of a row is far above it
 
 
@@ -134,6 +135,8 @@ def test_a_dense_layer(emulate, tp, order, attn, ffn, kv):
         (4, "lockstep", [3, 140, 600, 601], "fp4", ("fp8", "bf16"), 4, 2, 3),
         # Workgroups share a token's attention.
         (4, "random", [900], "bf16", ("fp8", "fp8"), 2, 4, 4),
+        # The widest step, at the borders of pages and of the selection.
+        (2, "lockstep", WIDEST, "fp4", ("fp8", "fp8"), 3, 2, 3),
     ],
 )
 def test_sparse_layers_select_and_then_reuse(
