@@ -9,7 +9,7 @@ lifecycle    peer memory that lives as long as its owner
 peer_memory  one buffer a rank, which every other rank can address
 mailboxes    zeroed and fenced memory for one step after another
 step_begin   the launch that zeroes and fences it
-stream       the stream that launches go to
+stream       the stream and the device that launches go to
 deployment   reasons why a deployment cannot run mono kernels
 debug        who is missing when a wait was given up
 timeline     when the workgroups of a step entered each stage

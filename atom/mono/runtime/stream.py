@@ -1,4 +1,4 @@
-"""The stream that launches go to."""
+"""The stream and the device that launches go to."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def current_stream(device: torch.device) -> int | None:
 def capturing() -> bool:
     """Whether the current stream is being captured, when nothing may be compiled or allocated."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def not_current(device: torch.device) -> str | None:
+    """Why launches meant for `device` would go to another one; None where they do not.
+
+    Kernels are launched, and peer memory is allocated, on the current device.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return None
+    return f"tensors are on {device}, the current device is cuda:{torch.cuda.current_device()}"

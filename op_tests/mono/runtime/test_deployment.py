@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from aiter.jit.utils.chip_info import Target
 from atom.mono.runtime.deployment import Deployment, common_refusals, first_refusal
+from atom.mono.runtime.stream import not_current
 
 GOOD = Deployment(Target.of("gfx950"), tensor_parallel=4)
 
@@ -36,3 +38,11 @@ def test_each_thing_that_is_not_served_is_named_alone(changes: dict, said: str):
 def test_the_first_reason_is_given():
     assert first_refusal([None, "a", "b"]) == "a"
     assert first_refusal([None]) is None
+
+
+def test_tensors_on_another_device_than_the_current_one_are_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not_current(torch.device("cpu")) is None
+    assert not_current(torch.device("cuda", 1)) is None
+    said = "tensors are on cuda:0, the current device is cuda:1"
+    assert not_current(torch.device("cuda", 0)) == said

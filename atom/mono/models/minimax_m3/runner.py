@@ -17,7 +17,7 @@ from atom.mono.runtime.deployment import Deployment, first_refusal
 from atom.mono.runtime.lifecycle import owned_peer_buffer
 from atom.mono.runtime.mailboxes import StepMailboxes
 from atom.mono.runtime.peer_memory import PeerAllocator
-from atom.mono.runtime.stream import current_stream
+from atom.mono.runtime.stream import current_stream, not_current
 from atom.mono.runtime.timeline import LayerTimeline
 from atom.mono.runtime.widths import WidthBuilds
 
@@ -65,7 +65,7 @@ class MiniMaxM3Runner:
         self.config, self.device, self._group = config, device, group
 
         def bind() -> Bound:
-            if reason := first_refusal(refusals(config, deployment)):
+            if reason := first_refusal([*refusals(config, deployment), not_current(device)]):
                 raise MonoUnsupported(reason)
             if allocator.npes != config.tp:
                 raise MonoUnsupported(
