@@ -224,7 +224,8 @@ class MxLoop(TraceObject):
             filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + stage * tile.stage_bytes
             step = k * tile.a_row_bytes
             if op.a_left:
-                offset = (step < op.a_left[i]).select(offset, fx.Int32(BEYOND))
+                # Together with the step, so that the sum does not wrap around.
+                offset = (step < op.a_left[i]).select(offset, fx.Int32(BEYOND) - step)
             fx.copy(
                 self.stage_a,
                 fx.make_view(op.a + offset, fx.make_layout(CHUNK, 1)),
