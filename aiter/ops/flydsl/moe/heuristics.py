@@ -23,13 +23,15 @@ def heuristic_names(request: MoeRequest) -> tuple[Moe1Name, Moe2Name]:
         (choice[1:] for choice in _BY_TOKENS if request.tokens < choice[0]), _BEYOND
     )
     a_dtype, w_dtype = FORMAT[request.a_dtype], FORMAT[request.w_dtype]
+    # 128 rows of 256 bf16 would leave a compute unit's LDS to a single workgroup.
+    tile_k = 128 if a_dtype == "bf16" and tile_m == 128 else 256
     stage1 = Moe1Name(
         a_dtype=a_dtype,
         w_dtype=w_dtype,
         out_dtype="bf16",
         tile_m=tile_m,
         tile_n=128,
-        tile_k=256,
+        tile_k=tile_k,
         waves_per_eu=waves,
         b_nt=2 if stream1 else 0,
         gate_mode=request.caller.gate_mode,
@@ -41,7 +43,7 @@ def heuristic_names(request: MoeRequest) -> tuple[Moe1Name, Moe2Name]:
         out_dtype="bf16",
         tile_m=tile_m,
         tile_n=128,
-        tile_k=256 if request.inter_dim % 256 == 0 else 128,
+        tile_k=tile_k if request.inter_dim % tile_k == 0 else 128,
         epilogue="atomic",
         b_nt=2 if stream2 else 0,
     )
