@@ -38,7 +38,7 @@ def test_stages_of_every_tile_neither_spill_nor_use_scratch(flydsl_cache, names)
 @needs_tables
 def test_every_kernel_of_a_table_of_bf16_activations_neither_spills_nor_uses_scratch(flydsl_cache):
     names = set()
-    for row in load_fmoe(str(FOLDER / "kimik3_fp4_tuned_fmoe.csv")).rows:
+    for row in load_fmoe((FOLDER / "kimik3_fp4_tuned_fmoe.csv",)).rows:
         for kernel in (row.kernel1, row.kernel2):
             names.add((kernel, row.key.model_dim, row.key.inter_dim, row.block_m))
     launchers = {launcher for name in names for launcher in launchers_of(*name)}

@@ -242,6 +242,23 @@ def test_a_wrong_stride_or_select_shows(monkeypatch, mutant):
     assert not survives(monkeypatch, plan)
 
 
+def test_padding_that_is_not_left_out_shows(monkeypatch):
+    real = mx_gemm.MxOperands.of_block
+    moe = MoeCase.random(6, 512, 128, 3, 2, "even", "bf16", "fp4")
+    moe.w1.data[..., -16:] = 0
+    moe.x[:, -32:] = float("nan")
+    for mutant in (False, True):
+        if mutant:
+            monkeypatch.setattr(
+                mx_gemm.MxOperands,
+                "of_block",
+                lambda *args, **options: real(*args, **(options | {"a_left": []})),
+            )
+        with rebuilt(), pinned(GFX950), emulated(GFX950):
+            out = moe.run("separated", hidden_pad=32)
+        assert torch.isfinite(out).all() != mutant
+
+
 def test_the_real_kernels_survive(monkeypatch):
     for plan in PLANS:
         assert survives(monkeypatch, plan)

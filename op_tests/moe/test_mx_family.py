@@ -221,6 +221,22 @@ def selector_of(case: MoeCase, stage1: str, stage2: str, block_m: int, gate_mode
     return selector
 
 
+@pytest.mark.parametrize("tile_k", [128, 256])
+@pytest.mark.parametrize("flavour", FLAVOURS, ids="x".join)
+def test_rows_of_activations_meet_in_no_bank(emulate, monkeypatch, flavour, tile_k):
+    types = f"a{flavour[0]}_w{flavour[1]}_bf16"
+    case = MoeCase.random(21, 512, 512, 4, 2, "skewed", *flavour)
+    names = (f"flydsl_moe1_{types}_t64x64x{tile_k}", f"flydsl_moe2_{types}_t64x128x{tile_k}_reduce")
+    selector = selector_of(case, *names, 64, "separated")
+    monkeypatch.setattr(fused_moe_module, "_selector", lambda paths: selector)
+    emulator = emulate(GFX950, detailed_stats=True)
+    with pinned(GFX950):
+        case.run("separated")
+    stages = [stats for name, stats in emulator.stats.items() if "stage" in name]
+    assert len(stages) == 2
+    assert all(stats.lds_read_bytes and not stats.conflicts for stats in stages)
+
+
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
 def test_every_family_of_names(emulate, monkeypatch, names):
     stage1, stage2, block_m, interleaved = names
