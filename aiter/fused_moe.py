@@ -79,11 +79,13 @@ def fused_moe(
         num_local_tokens: [1] i32 on the device: only the first that many rows are real.
         dtype: of the result, default that of hidden_states.
         bias1: [E, 2 I] f32, gate and up in two halves; bias2: [E, D] f32.
-        hidden_pad, intermediate_pad: columns at the end of D and I that are zero padding.
+        hidden_pad, intermediate_pad: columns at the end of D and I that are zero padding; of bf16
+            activations hidden_pad is a multiple of 8.
         swiglu_limit: clamp of the activation's operands; None or 0 for none, for SwiGLU 7.
         beta, linear_beta: of SiTUv2; None is 1.
         gate_mode: layout of w1's rows: "separated" halves, "interleave" by 16 rows.
-        quant_dtype_a: type to quantise activations to, instead of the weights' usual partner.
+        quant_dtype_a: type to quantise activations to, instead of the weights' usual partner;
+            bf16 for none.
         moe_sorting_dispatch_policy, splitk: accepted for callers of old; they change nothing.
 
     Returns [M, D] of `dtype`. Rows from num_local_tokens on are unspecified.

@@ -25,8 +25,8 @@ from aiter.ops.flydsl.kernels.moe_stage1 import build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import build_stage2
 from aiter.ops.flydsl.kernels.resources import launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import compile_artifact
-from aiter.ops.flydsl.moe.request import FP4, FP8, CallerVariant, MoeRequest, Policy
-from aiter.ops.flydsl.moe.stages import stage1_key, stage2_key
+from aiter.ops.flydsl.moe.request import CallerVariant, MoeRequest, Policy
+from aiter.ops.flydsl.moe.stages import FORMAT, stage1_key, stage2_key
 
 TARGET = Target.of("gfx950")
 LDS_BYTES = 160 << 10
@@ -40,8 +40,11 @@ KERNELS = (
     ("flydsl_moe1_afp8_wfp4_bf16_t128x256x256_gui_xcd4_fp8", 7168, 512, 128),
     ("flydsl_moe1_afp4_wfp4_bf16_t64x128x256_w2_fp4", 7168, 512, 64),
     ("flydsl_moe1_afp8_wfp8_bf16_t128x128x256_gui_fp8", 6144, 512, 128),
+    ("flydsl_moe1_abf16_wfp4_bf16_t32x128x256_w4", 3584, 512, 32),
+    ("flydsl_moe1_abf16_wfp4_bf16_t128x128x256", 3584, 512, 128),
     ("flydsl_moe2_afp8_wfp4_bf16_t32x128x256_atomic_bnt2", 7168, 3072, 32),
     ("flydsl_moe2_afp8_wfp4_bf16_t64x256x256_atomic", 7168, 3072, 64),
+    ("flydsl_moe2_abf16_wfp4_bf16_t32x128x256_atomic_bnt2", 3072, 3072, 32),
 )
 
 _WIDTH = re.compile(r"_(dwordx4|dwordx3|dwordx2|dword|b128|b96|b64|b32)\b")
@@ -121,7 +124,7 @@ def _main_loop(lines: list[str]) -> list[str]:
 
 
 def _request(name: object, model_dim: int, inter_dim: int) -> MoeRequest:
-    a8, w8 = name.a_dtype == "fp8", name.w_dtype == "fp8"
+    types = {text: dtype for dtype, text in FORMAT.items()}
     mode = getattr(name, "gate_mode", GateMode.INTERLEAVE)
     return MoeRequest(
         target=TARGET,
@@ -132,8 +135,8 @@ def _request(name: object, model_dim: int, inter_dim: int) -> MoeRequest:
         experts=256,
         topk=8,
         dtype="bfloat16",
-        a_dtype=FP8 if a8 else FP4,
-        w_dtype=FP8 if w8 else FP4,
+        a_dtype=types[name.a_dtype],
+        w_dtype=types[name.w_dtype],
         activation=ActivationType.Silu,
         quant_type=QuantType.per_1x32,
         use_g1u1=True,

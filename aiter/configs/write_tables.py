@@ -15,7 +15,7 @@ from aiter.jit.utils.chip_info import Target
 from aiter.ops.enum import ActivationType, GateMode, QuantType
 from aiter.ops.flydsl.kernel_names import format_name
 from aiter.ops.flydsl.moe.heuristics import heuristic_names
-from aiter.ops.flydsl.moe.request import FP4, FP8, CallerVariant, MoeRequest, Policy
+from aiter.ops.flydsl.moe.request import BF16, FP4, FP8, CallerVariant, MoeRequest, Policy
 from aiter.ops.flydsl.moe.tiers import TIERS
 
 FOLDER = Path(__file__).resolve().parent / "model_configs"
@@ -56,9 +56,11 @@ TABLES = {
         Shape(6144, 512, 257, 9, FP4),
     ),
     "glm5_mxfp8_tuned_fmoe.csv": (Shape(6144, 256, 257, 9, FP8, FP8),),
-    # GPT-OSS, on one device; its experts have biases.
+    # GPT-OSS, on one device; its experts have biases. Few tokens are not quantised.
+    "gptoss_a16w4_tuned_fmoe.csv": (Shape(3072, 3072, 128, 4, BF16, FP4, ActivationType.Swiglu),),
     "gptoss_a4w4_tuned_fmoe.csv": (Shape(3072, 3072, 128, 4, FP4, FP4, ActivationType.Swiglu),),
-    # Kimi-K3, over eight devices.
+    # Kimi-K3, over eight devices; not quantised unless a server asks for it.
+    "kimik3_a16w4_tuned_fmoe.csv": (Shape(3584, 384, 896, 16, BF16, FP4, ActivationType.Situv2),),
     "kimik3_a4w4_tuned_fmoe.csv": (Shape(3584, 384, 896, 16, FP4, FP4, ActivationType.Situv2),),
 }
 

@@ -13,6 +13,7 @@ from aiter.ops.enum import QuantType
 from aiter.ops.shuffle import shuffle_scale, shuffle_weight
 from op_tests.torch_moe import MxTensor, moe_reference, mx_quantise
 
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 GFX950 = Target.of("gfx950")
 
 
@@ -78,14 +79,18 @@ class MoeCase:
     def reference(self, ids: torch.Tensor | None = None, **options: object) -> torch.Tensor:
         """What `moe_reference` makes of the case; `ids` are the local ones under a mask."""
         return moe_reference(
-            mx_quantise(self.x.float(), self.a_format).dequantised(),
+            self._activations(),
             self.w1.dequantised(),
             self.w2.dequantised(),
             self.ids if ids is None else ids,
             self.weights,
-            self.a_format,
-            **options,
+            None if self.a_format == "bf16" else self.a_format,
+            **({"bf16_between": self.a_format == "bf16"} | options),
         )
+
+    def _activations(self) -> torch.Tensor:
+        x = self.x.float()
+        return x if self.a_format == "bf16" else mx_quantise(x, self.a_format).dequantised()
 
     def arguments(self, gate_mode: str = "interleave") -> dict[str, Any]:
         """What `fused_moe` takes for the case, in the layouts that `gate_mode` asks for."""
@@ -104,12 +109,12 @@ class MoeCase:
             ),
             "w2_scale": shuffle_scale(self.w2.scale.flatten(0, 1)),
             "gate_mode": gate_mode,
-            "quant_dtype_a": torch.float8_e4m3fn if self.a_format == "fp8" else torch.uint8,
+            "quant_dtype_a": _DTYPES[self.a_format],
         }
 
     def run(self, gate_mode: str = "interleave", **options: object) -> torch.Tensor:
         """`fused_moe` on the case's operands."""
-        return fused_moe(**self.arguments(gate_mode), **options)
+        return fused_moe(**(self.arguments(gate_mode) | options))
 
 
 def _typed(weight: MxTensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from aiter.ops.flydsl.kernels.moe_sort import PHASES, build_sort, sort_key
 from aiter.ops.flydsl.kernels.mx_quant_rows import QuantKey, build_quant_rows
 from aiter.ops.flydsl.kernels.resources import launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import compile_artifact
+from op_tests.host.shared_tables import FOLDER, needs_tables
 from op_tests.moe.cases import GFX950
 from op_tests.moe.stage_names import NAMES, launchers_of
 
@@ -31,6 +32,18 @@ def check(launcher) -> None:
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
 def test_stages_of_every_tile_neither_spill_nor_use_scratch(flydsl_cache, names):
     for launcher in launchers_of(*names):
+        check(launcher)
+
+
+@needs_tables
+def test_every_kernel_of_a_table_of_bf16_activations_neither_spills_nor_uses_scratch(flydsl_cache):
+    names = set()
+    for row in load_fmoe((FOLDER / "kimik3_fp4_tuned_fmoe.csv",)).rows:
+        for kernel in (row.kernel1, row.kernel2):
+            names.add((kernel, row.key.model_dim, row.key.inter_dim, row.block_m))
+    launchers = {launcher for name in names for launcher in launchers_of(*name)}
+    assert len(launchers) > 20
+    for launcher in launchers:
         check(launcher)
 
 

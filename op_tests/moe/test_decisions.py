@@ -14,11 +14,11 @@ from aiter.jit.tuned import FmoeTable, TunedRow
 from aiter.jit.utils.chip_info import Target
 from aiter.ops.enum import GateMode
 from aiter.ops.flydsl.kernel_names import parse
-from aiter.ops.flydsl.kernels.mx_gemm import MxTile
-from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, CallerVariant
+from aiter.ops.flydsl.kernels.mx_tile import MxTile
+from aiter.ops.flydsl.moe.request import CALLER_DIMENSIONS, FP4, FP8, CallerVariant, MoeRequest
 from aiter.ops.flydsl.moe.selection import select
 from aiter.ops.flydsl.moe.sizes import sort_capacity, stage2_epilogue, stage2_groups
-from aiter.ops.flydsl.moe.stages import stage1_key, stage2_key
+from aiter.ops.flydsl.moe.stages import FORMAT, stage1_key, stage2_key, unsupported
 from aiter.ops.flydsl.moe.tiers import MAX_TOKENS, get_padded_M, served_range
 from op_tests.moe.stage_names import request_for
 
@@ -59,26 +59,83 @@ def test_every_caller_field_declares_its_values():
     assert set(CALLER_DIMENSIONS) == {field.name for field in fields(CallerVariant)}
 
 
-@pytest.mark.parametrize("name", ["flydsl_moe1_afp4_wfp4_bf16_t32x128x128_w3", None])
-def test_padding_changes_no_code(name):
-    """Tuned rows do not say how much a caller pads, so what is built must serve any padding."""
-    request = request_for(parse(name or "flydsl_moe1_afp4_wfp4_bf16_t32x64x256"), 3072, 3072)
+BF16_NAMES = (
+    "flydsl_moe1_abf16_wfp4_bf16_t32x64x256",
+    "flydsl_moe2_abf16_wfp4_bf16_t32x128x128_atomic",
+)
+
+
+def tables_of(request: MoeRequest, kernel1: str, kernel2: str) -> FmoeTable:
+    """A table of one row, tuned for `request`."""
     row = TunedRow(
         key=request.tuned_key(),
         block_m=32,
         ksplit=0,
         run_1stage=False,
-        kernel1=name or "",
-        kernel2="flydsl_moe2_afp4_wfp4_bf16_t32x128x128_reduce",
+        kernel1=kernel1,
+        kernel2=kernel2,
         us=None,
         tag="",
         source=Source(Path("tuned.csv"), 2),
     )
-    tables = FmoeTable((row,) if name else (), (), ())
+    return FmoeTable((row,), (), ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flydsl_moe1_afp4_wfp4_bf16_t32x128x128_w3",
+        "flydsl_moe1_abf16_wfp4_bf16_t32x128x128_w3",
+        None,
+    ],
+)
+def test_padding_changes_no_code(name):
+    """Tuned rows do not say how much a caller pads, so what is built must serve any padding."""
+    request = request_for(parse(name or "flydsl_moe1_afp4_wfp4_bf16_t32x64x256"), 3072, 3072)
+    stage2 = f"flydsl_moe2_a{FORMAT[request.a_dtype]}_wfp4_bf16_t32x128x128_reduce"
+    tables = tables_of(request, name, stage2) if name else FmoeTable((), (), ())
     plan = select(request, tables)
     assert (plan.source is not None) == (name is not None)
     padded = replace(request, hidden_pad=192, intermediate_pad=192)
     assert select(padded, tables) == plan
+
+
+def test_bf16_activations_need_no_quantisation():
+    request = request_for(parse(BF16_NAMES[0]), 3584, 384)
+    for tables in (tables_of(request, *BF16_NAMES), FmoeTable((), (), ())):
+        plan = select(request, tables)
+        assert (plan.source is None) == (not tables.rows)
+        assert plan.quant is None
+        assert plan.requant is None
+        assert plan.stage1.requant is None
+
+
+def test_a_row_serves_requests_of_its_own_activation_type_only():
+    """Where the type depends on the number of tokens, a row is passed by in silence."""
+    request = request_for(parse(BF16_NAMES[0]), 3584, 384)
+    tables = tables_of(request, *BF16_NAMES)
+    assert select(request, tables).source is not None
+    for a_dtype in (FP4, FP8):
+        plan = select(replace(request, a_dtype=a_dtype), tables)
+        assert plan.source is None
+        assert not plan.reasons
+
+
+def test_a_stage_1_that_quantises_does_not_go_with_a_stage_2_of_bf16():
+    request = request_for(parse(BF16_NAMES[0]), 3584, 384)
+    plan = select(request, tables_of(request, f"{BF16_NAMES[0]}_fp8", BF16_NAMES[1]))
+    assert plan.source is None
+    assert "stage 1 quantises to fp8, stage 2 reads bf16" in plan.reasons[0]
+
+
+@pytest.mark.parametrize(("pad", "good"), [(0, True), (8, True), (192, True), (4, False)])
+def test_bf16_activations_are_padded_by_whole_chunks(pad, good):
+    request = replace(request_for(parse(BF16_NAMES[0]), 3584, 384), hidden_pad=pad)
+    reason = unsupported(request)
+    assert (reason is None) == good
+    if not good:
+        assert "no multiple of 8" in reason
+    assert unsupported(replace(request, a_dtype=FP8)) is None
 
 
 def test_labels_tell_variants_apart():
@@ -139,7 +196,7 @@ SUFFIXES = [
 
 @settings(max_examples=400)
 @given(
-    st.sampled_from(["afp4_wfp4", "afp8_wfp4", "afp8_wfp8"]),
+    st.sampled_from(["afp4_wfp4", "afp8_wfp4", "afp8_wfp8", "abf16_wfp4"]),
     st.tuples(TILE_PARTS, TILE_PARTS, st.sampled_from([64, 128, 192, 256, 512])),
     st.sampled_from([16, 32, 48, 128, 256]),
     st.sampled_from([256, 768, 3072]),
@@ -169,6 +226,8 @@ def test_any_name_is_served_or_refused(types, tile, block_m, model_dim, inter_di
         ("flydsl_moe1_afp4_wfp4_bf16_t16x1x256_gui", "scale blocks"),
         ("flydsl_moe1_afp4_wfp4_bf16_t24x64x256", "tile_m is 16 or"),
         ("flydsl_moe1_afp8_wfp4_bf16_t128x128x256_kw3", "bytes of LDS"),
+        ("flydsl_moe1_abf16_wfp4_bf16_t128x64x256_kw2", "bytes of LDS"),
+        ("flydsl_moe2_abf16_wfp4_bf16_t192x256x256_reduce", "of LDS|registers"),
         ("flydsl_moe2_afp4_wfp4_bf16_t32x64x256_reduce", "2, 4 or 8 columns"),
         ("flydsl_moe2_afp4_wfp4_bf16_t32x192x256_atomic", "2, 4 or 8 columns"),
         ("flydsl_moe2_afp8_wfp4_bf16_t192x512x256_atomic", "of LDS|registers"),
@@ -189,6 +248,8 @@ def test_tiles_beyond_the_kernels_are_refused_with_the_reason(name, reason):
         ("fp8", "fp4", 32, 96, 256, 2),
         ("fp8", "fp4", 32, 128, 192, 2),
         ("fp4", "fp4", 16, 256, 128, 4),
+        ("bf16", "fp8", 32, 128, 256, 2),
+        ("bf16", "bf16", 32, 128, 256, 2),
     ],
 )
 def test_tiles_the_main_loop_cannot_compute_are_refused(bad):

@@ -59,8 +59,9 @@ def test_a_limit_clamps_gate_and_up(emulate):
     assert relative_l2(case.reference(), want) > 10 * TOLERANCE
 
 
-def test_rows_beyond_the_local_tokens_do_not_matter(emulate):
-    case = MoeCase.random(12, 256, 128, 3, 2)
+@pytest.mark.parametrize("a_format", ["fp8", "bf16"])
+def test_rows_beyond_the_local_tokens_do_not_matter(emulate, a_format):
+    case = MoeCase.random(12, 256, 128, 3, 2, a_format=a_format)
     case.x[7:] = float("nan")
     emulate(GFX950)
     with pinned(GFX950):
@@ -69,9 +70,10 @@ def test_rows_beyond_the_local_tokens_do_not_matter(emulate):
     assert relative_l2(out[:7], want) < TOLERANCE
 
 
-def test_padding_rows_never_reach_a_result(emulate):
+@pytest.mark.parametrize("a_format", ["fp8", "bf16"])
+def test_padding_rows_never_reach_a_result(emulate, a_format):
     """Poison: no kernel may use what nothing wrote, and no NaN comes of it."""
-    case = MoeCase.random(5, 256, 128, 4, 2, "idle")
+    case = MoeCase.random(5, 256, 128, 4, 2, "idle", a_format)
     emulate(GFX950, poison=True)
     with pinned(GFX950):
         out = case.run()
@@ -112,6 +114,58 @@ def test_the_parameters_of_a_name_change_code_but_not_results(emulate, monkeypat
     assert selector.plan.cache_info().currsize == 1
     want = case.reference(bf16_between=not names[0].endswith("_fp8"))
     assert relative_l2(out, want) < TOLERANCE
+
+
+def launched(case: MoeCase, **options: object) -> dict[str, list[object]]:
+    """Builders that a run of `case` launches, each with its keys."""
+    found: dict[str, list[object]] = {}
+
+    def note(launcher, args) -> None:
+        build = launch_of(launcher).build
+        found.setdefault(build.qualname, []).append(build.key)
+
+    with pinned(GFX950), intercepted(note):
+        case.run(**options)
+    return found
+
+
+def test_bf16_activations_are_never_quantised():
+    case = MoeCase.random(37, 1024, 512, 5, 3, a_format="bf16")
+    assert set(launched(case)) == {"build_sort", "build_stage1", "build_stage2"}
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate_mode", "tokens", "variables", "a_format"),
+    [
+        (ActivationType.Swiglu, "separated", 255, {}, "bf16"),
+        (ActivationType.Swiglu, "separated", 256, {}, "fp4"),
+        (ActivationType.Swiglu, "separated", 8, {"GPTOSS_SWIGLU_MXFP4_BF16_BOUND": "8"}, "fp4"),
+        (ActivationType.Swiglu, "interleave", 255, {}, "bf16"),
+        (ActivationType.Swiglu, "interleave", 256, {}, "fp8"),
+        (ActivationType.Silu, "interleave", 7, {"AITER_BF16_FP8_MOE_BOUND": "8"}, "bf16"),
+        (ActivationType.Silu, "interleave", 8, {"AITER_BF16_FP8_MOE_BOUND": "8"}, "fp8"),
+        (ActivationType.Silu, "separated", 1, {}, "fp4"),
+        (ActivationType.Situv2, "separated", 600, {}, "bf16"),
+        (ActivationType.Situv2, "interleave", 600, {}, "bf16"),
+        (ActivationType.Situv2, "separated", 1, {"AITER_SITUV2_A8W4": "1"}, "fp8"),
+        (ActivationType.Situv2, "separated", 1, {"AITER_SITUV2_A4W4": "1"}, "fp4"),
+    ],
+)
+def test_activations_that_no_caller_pins(
+    monkeypatch, activation, gate_mode, tokens, variables, a_format
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    case = MoeCase.random(1, 256, 128, 4, 2)
+    many = dataclasses.replace(
+        case,
+        x=case.x.expand(tokens, -1),
+        ids=case.ids.expand(tokens, -1),
+        weights=case.weights.expand(tokens, -1),
+    )
+    keys = launched(many, gate_mode=gate_mode, activation=activation, quant_dtype_a=None)
+    assert keys["build_stage1"][0].tile.a_format == a_format
+    assert keys["build_stage2"][0].tile.a_format == a_format
 
 
 def test_the_row_of_a_table_is_what_runs(monkeypatch):

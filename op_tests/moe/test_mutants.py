@@ -23,10 +23,10 @@ from aiter.ops.flydsl.kernels import (
     mx_gemm,
     mx_quant_rows,
 )
-from aiter.ops.flydsl.kernels.mx_gemm import MxTile
+from aiter.ops.flydsl.kernels.mx_tile import MxTile
 from op_tests.emulator import EmulationError, emulated
 from op_tests.moe.cases import GFX950, MoeCase, routing
-from op_tests.moe.test_mx_family import A4W4, selector_of
+from op_tests.moe.test_mx_family import A4W4, A16W4, selector_of
 from op_tests.moe.test_sort import check, run_sort
 from op_tests.torch_moe import relative_l2
 
@@ -55,6 +55,11 @@ PLANS = {
         ("fp4", "fp4"),
         f"flydsl_moe1_{A4W4}_t32x64x256_kb2_fp4",
         f"flydsl_moe2_{A4W4}_t16x128x256_atomic_sbm32",
+    ),
+    "bf16": (
+        ("bf16", "fp4"),
+        f"flydsl_moe1_{A16W4}_t32x64x128_kw2",
+        f"flydsl_moe2_{A16W4}_t32x128x128_atomic",
     ),
 }
 
@@ -143,6 +148,12 @@ def _swapped_scale_offset(row, block, row_words):
     return scale_offset(row ^ 16, block, row_words)
 
 
+def _unswizzled_rows(self, real=mx_gemm.MxLoop.a_chunk_rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx_gemm, "swizzled", lambda offset, row_bytes: offset)
+        return real(self)
+
+
 MUTANTS = {
     "weight scale select": (
         "k_waves",
@@ -162,7 +173,37 @@ MUTANTS = {
         "_mfma",
         lambda self, w, a, real=mx_gemm.MxLoop._mfma: real(self, w & 1, a),
     ),
-    "swizzle of the fetch": ("k_waves", mx_gemm, "swizzled", lambda offset, bits: offset),
+    "swizzle of the fetch": ("k_waves", mx_gemm.MxLoop, "a_chunk_rows", _unswizzled_rows),
+    "swizzle of the fetch of bf16": ("bf16", mx_gemm.MxLoop, "a_chunk_rows", _unswizzled_rows),
+    "chunks of bf16": ("bf16", mx_gemm, "fetched_byte", lambda tile, byte: byte),
+    "scale of widened weights": (
+        "bf16",
+        mx_gemm,
+        "widen_fp4",
+        lambda word, scale, real=mx_gemm.widen_fp4: real(word, fx.Float32(1.0)),
+    ),
+    "tile of a widened weight's scale": (
+        "bf16",
+        mx_gemm.MxLoop,
+        "_w_scale_value",
+        lambda self, n, block, words, real=mx_gemm.MxLoop._w_scale_value: real(
+            self, n ^ 1, block, words
+        ),
+    ),
+    "half of a widened weight's scale": (
+        "bf16",
+        MxTile,
+        "w_scale_of",
+        lambda self, n: (n // 4 * 2 + n % 2, 0),
+    ),
+    "step of a widened weight's scale": (
+        "bf16",
+        mx_gemm.MxLoop,
+        "_w_scale_value",
+        lambda self, n, block, words, real=mx_gemm.MxLoop._w_scale_value: real(
+            self, n, block ^ 1, words
+        ),
+    ),
     "scale rows of stage 1": ("k_waves", moe_stage1, "scale_offset", _swapped_scale_offset),
     "scale rows of the quantisation": (
         "k_waves",
@@ -199,6 +240,23 @@ def test_a_wrong_stride_or_select_shows(monkeypatch, mutant):
     plan, owner, name, replacement = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, replacement)
     assert not survives(monkeypatch, plan)
+
+
+def test_padding_that_is_not_left_out_shows(monkeypatch):
+    real = mx_gemm.MxOperands.of_block
+    moe = MoeCase.random(6, 512, 128, 3, 2, "even", "bf16", "fp4")
+    moe.w1.data[..., -16:] = 0
+    moe.x[:, -32:] = float("nan")
+    for mutant in (False, True):
+        if mutant:
+            monkeypatch.setattr(
+                mx_gemm.MxOperands,
+                "of_block",
+                lambda *args, **options: real(*args, **(options | {"a_left": []})),
+            )
+        with rebuilt(), pinned(GFX950), emulated(GFX950):
+            out = moe.run("separated", hidden_pad=32)
+        assert torch.isfinite(out).all() != mutant
 
 
 def test_the_real_kernels_survive(monkeypatch):

@@ -18,6 +18,7 @@ from flydsl._mlir.dialects import rocdl as raw_rocdl
 from flydsl.expr.typing import T
 
 from aiter.ops.flydsl.kernels.device import div
+from aiter.ops.flydsl.kernels.mx_widen import joined, widen_fp4
 
 STEP = 128  # elements of K
 OPERATIONS = 4  # of a step
@@ -44,7 +45,7 @@ def widened(fmt: str, runs: list[fx.Vector], scales: list[fx.Float32]) -> list[f
     if fmt == "bf16":
         return [run.bitcast(fx.BFloat16) for run in runs]
     if fmt == "fp4":
-        return [_widen_fp4(runs[0][j], scales[0]) for j in range(OPERATIONS)]
+        return [widen_fp4(runs[0][j], scales[0]) for j in range(OPERATIONS)]
     return [
         widen_fp8(run[2 * half], run[2 * half + 1], scale)
         for run, scale in zip(runs, scales, strict=True)
@@ -61,22 +62,7 @@ def widen_fp8(low: fx.Int32, high: fx.Int32, scale: fx.Float32) -> fx.Vector:
         for word in (low, high)
         for half in (False, True)
     ]
-    return _joined(pairs)
-
-
-def _widen_fp4(word: fx.Int32, scale: fx.Float32) -> fx.Vector:
-    pairs = [
-        raw_rocdl.cvt_scalef32_pk_bf16_fp4(
-            T.vec(2, T.bf16), fx.Int32(word).ir_value(), scale.ir_value(), i
-        )
-        for i in range(4)
-    ]
-    return _joined(pairs)
-
-
-def _joined(pairs: list) -> fx.Vector:
-    words = [fx.Vector(pair, (2,), fx.BFloat16).bitcast(fx.Int32)[0] for pair in pairs]
-    return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.BFloat16)
+    return joined(pairs)
 
 
 def fp8_pair(low: fx.Float32, high: fx.Float32) -> fx.Int32:

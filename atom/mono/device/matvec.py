@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import flydsl.expr as fx
-from flydsl.expr.typing import T
 
 from aiter.ops.flydsl.kernels.device import (
     LANES,
@@ -30,6 +29,7 @@ from aiter.ops.flydsl.kernels.device import (
     shift_right,
     traced,
 )
+from aiter.ops.flydsl.kernels.mx_widen import multiply
 from atom.mono.plan.execution import WAVES
 
 from .cta import Cta
@@ -169,14 +169,6 @@ class PlainRows(TraceObject):
             held = [piece.wanted.select(fx.Int32(words[i]), zero) for i in range(4)]
             words = fx.Vector.from_elements(held, fx.Int32)
         return words.bitcast(fx.BFloat16)
-
-
-def multiply(a: fx.Vector, b: fx.Vector, acc: fx.Vector) -> fx.Vector:
-    """acc + A B: 16 rows by 16 columns by 32, bf16."""
-    result = fx.rocdl.mfma_f32_16x16x32_bf16(
-        T.vec(4, T.f32), [a.ir_value(), b.ir_value(), acc.ir_value(), 0, 0, 0]
-    )
-    return fx.Vector(result, (4,), fx.Float32)
 
 
 def query_operands(

@@ -14,6 +14,8 @@ from flydsl.expr.typing import T, as_ir_value
 
 LANES = 64
 CHUNK = 16  # bytes a lane moves at once
+# Rows are multiples of 512 bytes, so that a buffer of 32-bit offsets ends below this.
+BEYOND = -256
 
 # Applied to a function outside a kernel's body it gives `for` and `if` on device values their
 # device meaning there too.

@@ -18,8 +18,8 @@ import flydsl.expr as fx
 
 from .activations import ActivationScalars, gated
 from .device import CHUNK, LANES, div, global_buffer, global_pointer, load_word, store_bits, traced
-from .mx_gemm import FORMATS, scale_row_words
 from .mx_quant_rows import ELEMENTS, store_eight
+from .mx_tile import FORMATS, scale_row_words
 from .tensor_shim import kernel_builder
 
 

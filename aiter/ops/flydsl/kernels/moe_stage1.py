@@ -7,8 +7,9 @@ last where the key says so. The result stays in sorted order, which is how stage
 or fp4 with its e8m0 scales, made here from the f32 values, or bf16. With K split over
 `k_batch` workgroups the products themselves are stored, and `moe_activate` does the rest.
 
-    a             (tokens, model_dim) fp8 or fp4
-    a_scale       e8m0 words (sorted rows / 32, model_dim / 256, 64), in sorted order
+    a             (tokens, model_dim) fp8, fp4 or bf16; columns of bf16 from `used`, a multiple of
+                  8, on are padding and count as zero, whatever they hold
+    a_scale       e8m0 words (sorted rows / 32, model_dim / 256, 64), in sorted order; none of bf16
     w1            (experts, 2 inter_dim, model_dim) preshuffled; gate and up in two halves
                   ("separated") or alternating by 16 rows ("interleave"); w1_scale likewise
     sorted_ids    (sorted rows) i32: token in the low 24 bits; padding has token = `tokens`
@@ -48,8 +49,9 @@ from .device import (
     thread_in_wave,
 )
 from .moe_routes import TOKEN_MASK, item_to_block
-from .mx_gemm import FORMATS, MxLoop, MxOperands, MxTile, scale_row_words
+from .mx_gemm import MxLoop, MxOperands
 from .mx_quant import pack, scale_byte, scale_offset, scale_value
+from .mx_tile import FORMATS, MxTile, scale_row_words
 from .tensor_shim import kernel_builder
 
 
@@ -110,8 +112,8 @@ class Stage1Key:
 @kernel_builder
 def build_stage1(key: Stage1Key) -> flyc.JitFunction:
     """Launcher (out, out_scale, a, w1, a_scale, w1_scale, sorted_ids, expert_ids, sorted_weights,
-    num_valid, bias, tokens, groups, limit, beta, linear_beta, stream); `groups` covers every
-    work item, the scalars are those of `activations`."""
+    num_valid, bias, tokens, used, groups, limit, beta, linear_beta, stream); `used` is a number
+    of columns, `groups` covers every work item, the scalars are those of `activations`."""
     tile = key.tile
 
     @flyc.kernel(known_block_size=[tile.threads, 1, 1])
@@ -128,6 +130,7 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
         num_valid: fx.Int64,
         bias: fx.Int64,
         tokens: fx.Int32,
+        used: fx.Int32,
         limit: fx.Float32,
         beta: fx.Float32,
         linear_beta: fx.Float32,
@@ -144,9 +147,8 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
             )
             row0 = m_block * tile.tile_m
             expert = load_word(expert_ids, div(row0, key.sort_block_m))
-            operands = _operands(
-                key, loop, row0, n_block, expert, tokens, a, w1, a_scale, w1_scale, sorted_ids
-            )
+            rows = _Rows(a, a_scale, sorted_ids, tokens, used)
+            operands = _operands(key, loop, row0, n_block, expert, rows, w1, w1_scale)
             loop.run(operands, key.steps, batch * (key.steps * tile.k_waves))
             loop.reduce_k_waves()
             if loop.wave_k == 0:
@@ -177,6 +179,7 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
         num_valid: fx.Int64,
         bias: fx.Int64,
         tokens: fx.Int32,
+        used: fx.Int32,
         groups: fx.Int32,
         limit: fx.Float32,
         beta: fx.Float32,
@@ -196,6 +199,7 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
             num_valid,
             bias,
             tokens,
+            used,
             limit,
             beta,
             linear_beta,
@@ -204,24 +208,35 @@ def build_stage1(key: Stage1Key) -> flyc.JitFunction:
     return hinted(launch_moe_stage1, key.waves_per_eu)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The activations: their rows in the order of tokens, and the tokens of sorted rows."""
+
+    a: fx.Int64
+    a_scale: fx.Int64
+    sorted_ids: fx.Int64
+    tokens: fx.Int32
+    used: fx.Int32
+
+
 def _operands(
     key: Stage1Key,
     loop: MxLoop,
     row0: fx.Int32,
     n_block: fx.Int32,
     expert: fx.Int32,
-    tokens: fx.Int32,
-    a: fx.Int64,
+    rows: _Rows,
     w1: fx.Int64,
-    a_scale: fx.Int64,
     w1_scale: fx.Int64,
-    sorted_ids: fx.Int64,
 ) -> MxOperands:
     tile = key.tile
     a_row = tile.a.row_bytes(key.model_dim)
-    ids = global_pointer(fx.Int32, sorted_ids)
+    ids = global_pointer(fx.Int32, rows.sorted_ids)
+    chunks = loop.a_chunk_rows()
     # Padding rows have token = tokens and so lie just beyond the buffer: they read zeros.
-    a_chunks = [(ids[row0 + row] & TOKEN_MASK) * a_row + byte for row, byte in loop.a_chunk_rows()]
+    a_chunks = [(ids[row0 + row] & TOKEN_MASK) * a_row + byte for row, byte in chunks]
+    # What is quantised has zeros in the padding, the caller's own rows may have anything.
+    a_left = [rows.used * 2 - byte for _, byte in chunks] if tile.widened else []
     tile0 = n_block * (tile.rows // 16) + loop.wave_n * tile.n_tiles
     if tile.pairing == "halves":
         up_tile, up_word = key.inter_dim // 16, key.inter_dim // 32
@@ -236,9 +251,10 @@ def _operands(
         w_rows=2 * key.inter_dim,
         row0=row0,
         expert=expert,
-        a=global_buffer(fx.Uint8, a, fx.Int64(tokens) * a_row, CHUNK),
+        a=global_buffer(fx.Uint8, rows.a, fx.Int64(rows.tokens) * a_row, CHUNK),
         a_chunks=a_chunks,
-        a_scale=a_scale,
+        a_left=a_left,
+        a_scale=rows.a_scale,
         w=w1,
         w_scale=w1_scale,
         w_tiles=w_tiles,
@@ -324,7 +340,7 @@ def _store(key: Stage1Key, loop: MxLoop, block: _Block, out: fx.Int64, out_scale
     )
     scale_row = scale_row_words(key.inter_dim)
     scale_row0 = fx.Int64(div(block.row0, 32)) * (4 * scale_row)
-    scales = global_buffer(fx.Uint8, out_scale + scale_row0, 4 * scale_row * tile.a_scale_words, 4)
+    scales = global_buffer(fx.Uint8, out_scale + scale_row0, 4 * scale_row * tile.m_words, 4)
     first_row = mod(block.row0, 32) if tile.tile_m % 32 else fx.Int32(0)
     quad = div(loop.lane, 16)
     biases = _biases(key, loop, block)

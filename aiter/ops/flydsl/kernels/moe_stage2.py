@@ -5,8 +5,8 @@
 for sorted rows r, added into out[token(r), :] (`atomic`) or stored at out[token(r) * topk +
 slot(r), :] (`reduce`, summed later by `moe_reduce`).
 
-    a2            (sorted rows, inter_dim) fp8 or fp4, in sorted order
-    a2_scale      e8m0 words (sorted rows / 32, inter_dim / 256, 64)
+    a2            (sorted rows, inter_dim) fp8, fp4 or bf16, in sorted order
+    a2_scale      e8m0 words (sorted rows / 32, inter_dim / 256, 64); none of bf16
     w2            (experts, model_dim, inter_dim) preshuffled, w2_scale likewise
     sorted_ids    (sorted rows) i32: token in the low 24 bits, slot in the high 8; padding has
                   token = `tokens`
@@ -31,6 +31,7 @@ import flydsl.expr as fx
 from flydsl.expr.typing import T
 
 from .device import (
+    BEYOND,
     CHUNK,
     LANES,
     add_bits,
@@ -47,12 +48,11 @@ from .device import (
     traced,
 )
 from .moe_routes import SLOT_SHIFT, TOKEN_MASK, item_to_block
-from .mx_gemm import LDS_BYTES, MxLoop, MxOperands, MxTile
+from .mx_gemm import MxLoop, MxOperands
+from .mx_tile import LDS_BYTES, MxTile
 from .tensor_shim import kernel_builder
 
 _ROWS_AT_ONCE = 4  # of a wave on their way from LDS to memory
-# Rows are multiples of 512 bytes, so that a buffer of 32-bit offsets ends below this.
-_BEYOND = -256
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ def _operands(
         expert=expert,
         a=global_buffer(fx.Uint8, a2 + fx.Int64(row0) * a_row, tile.tile_m * a_row, CHUNK),
         a_chunks=[row * a_row + byte for row, byte in loop.a_chunk_rows()],
+        a_left=[],
         a_scale=a2_scale,
         w=w2,
         w_scale=w2_scale,
@@ -299,7 +300,7 @@ def _lds_to_rows(
             if fx.const_expr(key.epilogue == "reduce"):
                 out_row = token * slots + shift_right(route, SLOT_SHIFT)
             offset = out_row * row_bytes + column_offset
-            offset = (token < tokens).select(offset, fx.Int32(_BEYOND))
+            offset = (token < tokens).select(offset, fx.Int32(BEYOND))
             values = rows[row, None, lane].load()
             if fx.const_expr(key.epilogue == "reduce"):
                 store_bits(target, offset, values.bitcast(fx.Int32))

@@ -1,10 +1,12 @@
-"""The main loop both MoE stages share: scaled MFMA over MX blocks (gfx950).
+"""The main loop both MoE stages share: MFMA over MX blocks (gfx950).
 
     acc[n, m] += sum over k of  w[n, k] * 2^(sw[n, k/32] - 127) * a[m, k] * 2^(sa[m, k/32] - 127)
 
 `w` are weight rows and `a` activation rows, either fp8 (e4m3) or fp4 (e2m1, two a byte), `sw`
-and `sa` their e8m0 block scales. Weights are the matrix unit's first operand, so a lane ends
-with four consecutive weight rows (output columns) of one activation row:
+and `sa` their e8m0 block scales: one scaled MFMA for 128 of k. With bf16 activations, which have
+no scales, fp4 weights are widened to bf16 in registers and 128 of k are four MFMA. Weights are
+the matrix unit's first operand, so a lane ends with four consecutive weight rows (output columns)
+of one activation row:
 
     acc[i, nt, mt] of lane l:  weight row 16 nt + 4 (l div 16) + i,  activation row 16 mt + l mod 16
 
@@ -13,7 +15,8 @@ Layouts, in bytes, `g = l div 16`:
     weights      (N/16, K/128, runs, 64 lanes, 16)   runs = 1 for fp4, 2 for fp8: `shuffle_weight`
     scales       (rows/32, K/256, 64 lanes, 4)       byte 2 (k/128 mod 2) + half: `shuffle_scale`
     activations  (M, K) row-major in memory; in LDS (2 buffers, tile_m, tile_k) with the 16-byte
-                 chunks of a row permuted by the row so that a column of rows meets every bank
+                 chunks of a row permuted by the row so that a column of rows meets every bank;
+                 of bf16 also so that a lane finds its elements (`fetched_byte`)
 
     prologue     A(0) -> LDS, W(0) and scales(0) -> registers
     loop         wait A(k); barrier; start A(k+1), W(k+1), scales(k+1); MFMA over step k
@@ -34,186 +37,28 @@ from functools import partial
 
 import flydsl.expr as fx
 
-from .device import CHUNK, LANES, TraceObject, div, global_buffer, mod, shift_right, traced
-
-MFMA_K = 128
-SCALE_BLOCK = 32
-# A gfx950 SIMD's registers a lane, accumulation registers included, and a compute unit's LDS.
-_REGISTERS = 512
-LDS_BYTES = 160 << 10
-_MOST_THREADS = 1024
-_TWO_WAVES = 240  # registers of a lane, by `MxTile.vgprs`, with which a SIMD holds two waves
-SCALE_WORD_K = 256  # one 32-bit word a lane holds the scales of 32 rows x 256 k
-
-
-@dataclass(frozen=True)
-class MxFormat:
-    """An MX element format: bits an element and 16-byte runs a lane holds of one MFMA."""
-
-    name: str
-    bits: int
-
-    @property
-    def runs(self) -> int:
-        return self.bits // 4
-
-    def row_bytes(self, elements: int) -> int:
-        return elements * self.bits // 8
-
-    def element(self) -> type[fx.Numeric]:
-        return fx.Float4E2M1FN if self.bits == 4 else fx.Float8E4M3FN
-
-
-FORMATS = {"fp8": MxFormat("fp8", 8), "fp4": MxFormat("fp4", 4)}
-
-
-@dataclass(frozen=True)
-class MxTile:
-    """What one workgroup computes: `tile_m` activation rows x `rows` weight rows.
-
-    `rows` counts weight rows, gate and up together in stage 1. A wave owns `rows / n_waves`
-    of them and all activation rows; `k_waves` groups of waves split K.
-    """
-
-    a_format: str
-    w_format: str
-    tile_m: int
-    rows: int
-    tile_k: int
-    n_waves: int
-    k_waves: int = 1
-    # Where a wave's even and odd 16-row tiles lie: "rows" one after the other; "halves" in two
-    # halves of the weight, gate and up, whose 32-row scale words are then apart too; "apart" one
-    # after the other, in a weight of two such halves.
-    pairing: str = "rows"
-
-    def __post_init__(self) -> None:
-        wave_rows = self.rows // self.n_waves
-        if wave_rows % 32 or wave_rows * self.n_waves != self.rows:
-            raise ValueError(f"{self}: a wave takes multiples of 32 rows")
-        # Scales come in words of 32 rows, of which a tile may begin in the middle only if it ends
-        # with the word.
-        if self.tile_m != 16 and self.tile_m % 32:
-            raise ValueError(f"{self}: tile_m is 16 or a multiple of 32")
-        if self.pairing == "halves" and wave_rows % 64:
-            raise ValueError(f"{self}: a wave takes 32 rows of each half")
-        if self.tile_k not in (MFMA_K, 2 * MFMA_K):
-            raise ValueError(f"{self}: tile_k is 128 or 256")
-        if self.stage_bytes % (CHUNK * LANES * self.n_waves):
-            raise ValueError(f"{self}: the activation tile does not fill whole wave loads")
-        for needed, what, held in (
-            (self.threads, "threads", _MOST_THREADS),
-            (self.vgprs, "registers a lane", _REGISTERS),
-            (self.lds_bytes, "bytes of LDS", LDS_BYTES),
-        ):
-            if needed > held:
-                raise ValueError(f"{self}: needs {needed} {what}, there are {held}")
-
-    @property
-    def a(self) -> MxFormat:
-        return FORMATS[self.a_format]
-
-    @property
-    def w(self) -> MxFormat:
-        return FORMATS[self.w_format]
-
-    @property
-    def threads(self) -> int:
-        return LANES * self.n_waves * self.k_waves
-
-    @property
-    def m_tiles(self) -> int:
-        return self.tile_m // 16
-
-    @property
-    def n_tiles(self) -> int:
-        """16-row weight tiles of one wave."""
-        return self.rows // self.n_waves // 16
-
-    def w_scale_of(self, n: int) -> tuple[int, int]:
-        """(word, half of its 32 rows) of weight tile `n` of a wave."""
-        if self.pairing != "halves":
-            return n // 2, n % 2
-        return n // 4 * 2 + n % 2, n // 2 % 2
-
-    @property
-    def a_scale_words(self) -> int:
-        """Scale words a lane loads for the activation rows, one for 32."""
-        return -(-self.m_tiles // 2)
-
-    @property
-    def k_blocks(self) -> int:
-        return self.tile_k // MFMA_K
-
-    @property
-    def a_row_bytes(self) -> int:
-        return self.a.row_bytes(self.tile_k)
-
-    @property
-    def stage_bytes(self) -> int:
-        """LDS of one activation tile."""
-        return self.tile_m * self.a_row_bytes
-
-    @property
-    def acc_bytes(self) -> int:
-        """LDS of one group of waves' accumulators."""
-        return self.tile_m * self.rows * 4
-
-    @property
-    def lds_bytes(self) -> int:
-        loop = 2 * self.stage_bytes * self.k_waves
-        return max(loop, self.acc_bytes * self.k_waves if self.k_waves > 1 else 0)
-
-    @property
-    def w_stages(self) -> int:
-        """Register stages of weights: two, so that loads are a whole step ahead, or one, refilled
-        block by block, where two would leave a SIMD with a single wave."""
-        return 2 if self._registers(2) <= _TWO_WAVES else 1
-
-    @property
-    def vgprs(self) -> int:
-        """Registers a lane keeps through the loop: accumulators, weight stages, operands."""
-        return self._registers(self.w_stages)
-
-    def _registers(self, w_stages: int) -> int:
-        acc = 4 * self.m_tiles * self.n_tiles
-        weights = w_stages * self.n_tiles * self.k_blocks * 4 * self.w.runs
-        scales = 2 * (self.n_tiles // 2 + self.a_scale_words)
-        operands = 4 * self.a.runs * min(self.m_tiles, 4)
-        row_offsets = self.stage_bytes // (CHUNK * LANES * self.n_waves)
-        return acc + weights + scales + operands + row_offsets
-
-    def resident_groups(self) -> int:
-        """Workgroups a compute unit holds at once, by registers and LDS.
-
-        A compute unit has four SIMDs.
-        """
-        waves = 4 * (_REGISTERS // self.vgprs)
-        return max(1, min(waves * LANES // self.threads, LDS_BYTES // self.lds_bytes))
-
-    def waves_per_eu(self, hint: int) -> int | None:
-        """`hint` as far as the registers allow it; None where it has no effect.
-
-        Asked for w waves, LLVM gives each half of its 512 / w registers for values and half for
-        accumulation; a tile that needs more of the former has them copied to and fro.
-        """
-        allowed = min(hint, _REGISTERS // (2 * self.vgprs))
-        return allowed if allowed > 1 else None
-
-
-def scale_row_words(columns: int) -> int:
-    """32-bit words of the scales of 32 rows of `columns` elements."""
-    return -(-columns // SCALE_WORD_K) * LANES
-
-
-def swizzle_bits(row_bytes: int) -> int:
-    """log2 of the 16-byte chunks of an LDS row: as many bits of the row permute them."""
-    return (row_bytes // CHUNK).bit_length() - 1
-
-
-def swizzled(offset: fx.Int32, bits: int) -> fx.Int32:
-    """Where LDS layout `Swizzle(bits, 4, 4)` puts a linear byte offset; its own inverse."""
-    return offset ^ (shift_right(offset, 4) & (((1 << bits) - 1) << 4))
+from .device import (
+    BEYOND,
+    CHUNK,
+    LANES,
+    TraceObject,
+    div,
+    global_buffer,
+    mod,
+    shift_right,
+    traced,
+)
+from .mx_quant import scale_value
+from .mx_tile import (
+    MFMA_K,
+    SCALE_WORD_K,
+    MxTile,
+    fetched_byte,
+    scale_row_words,
+    swizzle_of,
+    swizzled,
+)
+from .mx_widen import multiply, widen_fp4
 
 
 @dataclass(frozen=True)
@@ -221,7 +66,8 @@ class MxOperands:
     """Where one wave finds its operands. Offsets are bytes, for scales 32-bit words.
 
     a: bytes of the activations; a_chunks: per-lane offset of the 16 bytes that each of the
-        wave's loads of a tile fetches at k = 0
+        wave's loads of a tile fetches at k = 0; a_left: how many bytes from there on the row
+        has, where what lies beyond is not zero, else empty
     w: bytes of the expert's weights; w_tiles: uniform offset of each 16-row tile at k = 0
     a_scale, w_scale: words; a_scale_rows, w_scale_rows: uniform offset of each 32 rows' words
     a_scale_shift: bits to shift an activation word so that the tile's first 16 rows are half 0
@@ -229,6 +75,7 @@ class MxOperands:
 
     a: fx.Pointer
     a_chunks: list[fx.Int32]
+    a_left: list[fx.Int32]
     w: fx.Pointer
     w_tiles: list[fx.Int32]
     a_scale: fx.Pointer
@@ -248,6 +95,7 @@ class MxOperands:
         expert: fx.Int32,
         a: fx.Pointer,
         a_chunks: list[fx.Int32],
+        a_left: list[fx.Int32],
         a_scale: fx.Int64,
         w: fx.Int64,
         w_scale: fx.Int64,
@@ -268,6 +116,7 @@ class MxOperands:
         return cls(
             a=a,
             a_chunks=a_chunks,
+            a_left=a_left,
             w=global_buffer(fx.Uint8, w + fx.Int64(expert) * w_bytes, w_bytes, CHUNK),
             w_tiles=[number * (16 * w_row) for number in w_tiles],
             a_scale=global_buffer(fx.Int32, a_scale_row0, 4 * scale_row * tile.a_scale_words, 4),
@@ -291,17 +140,19 @@ class MxLoop(TraceObject):
         self.wave_k = div(wave, tile.n_waves)
         self.lds = lds
         self.group_lds = lds + self.wave_k * (2 * tile.stage_bytes)
-        swizzle = fx.static(fx.SwizzleType.get(swizzle_bits(tile.a_row_bytes), 4, 4))
-        rows = fx.make_ordered_layout((tile.tile_m, tile.a_row_bytes, 2), (1, 0, 2))
-        staged = fx.make_view(self.group_lds, fx.make_composed_layout(swizzle, rows))
-        # (16 rows, 16 bytes, m tile, chunk of the row, buffer)
-        self.a_tiles = fx.flat_divide(staged, (16, CHUNK))
+        # A lane's addresses as far as the swizzle tells them apart; the rest are constants.
+        first = mod(lane, 16) * tile.a_row_bytes + div(lane, 16) * CHUNK
+        self.a_runs = [
+            self.group_lds + swizzled(first + group * (4 * CHUNK), tile.a_row_bytes)
+            for group in range((1 << swizzle_of(tile.a_row_bytes)[0]) // 4)
+        ]
         self.acc = fx.make_rmem_tensor((4, tile.n_tiles, tile.m_tiles), fx.Float32)
         self.w_frag = fx.make_rmem_tensor(
             (CHUNK * tile.w.runs, tile.n_tiles, tile.k_blocks, tile.w_stages), fx.Uint8
         )
         self.w_scale = fx.make_rmem_tensor((1, tile.n_tiles // 2, 2), fx.Int32)
-        self.a_scale = fx.make_rmem_tensor((1, tile.a_scale_words, 2), fx.Int32)
+        if tile.a_scale_words:
+            self.a_scale = fx.make_rmem_tensor((1, tile.a_scale_words, 2), fx.Int32)
         self.load_w = fx.make_copy_atom(fx.rocdl.BufferCopy128b(w_cache), fx.Uint8)
         self.load_scale = fx.make_copy_atom(fx.rocdl.BufferCopy32b(), fx.Int32)
         self.load_lds = fx.make_copy_atom(fx.UniversalCopy128b(), fx.Uint8)
@@ -309,7 +160,7 @@ class MxLoop(TraceObject):
         self.operands: MxOperands | None = None
 
     def a_chunk_rows(self) -> list[tuple[fx.Int32, fx.Int32]]:
-        """(tile row, byte in the row) that this lane fetches in each load of an activation tile.
+        """(tile row, byte of its part of K) that this lane fetches in each load of a tile.
 
         LDS is filled linearly by the hardware, so the permutation that spreads rows over banks
         is applied to what a lane fetches.
@@ -319,8 +170,9 @@ class MxLoop(TraceObject):
         result = []
         for i in range(loads):
             filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + self.lane * CHUNK
-            source = swizzled(filled, swizzle_bits(tile.a_row_bytes))
-            result.append((div(source, tile.a_row_bytes), mod(source, tile.a_row_bytes)))
+            source = swizzled(filled, tile.a_row_bytes)
+            byte = fetched_byte(tile, mod(source, tile.a_row_bytes))
+            result.append((div(source, tile.a_row_bytes), byte))
         return result
 
     @traced
@@ -357,8 +209,8 @@ class MxLoop(TraceObject):
                 for block in range(self.tile.k_blocks):
                     self._fetch_w(k + 1, block, 1 - stage)
             self._fetch_scales(k + 1, 1 - stage)
-        for block, multiply in enumerate(self._multiplications(k, stage)):
-            multiply()
+        for block, multiply_block in enumerate(self._multiplications(k, stage)):
+            multiply_block()
             if prefetch and self.tile.w_stages == 1:
                 # The block's registers are free for the next step only now.
                 fx.rocdl.sched_barrier(0)
@@ -370,11 +222,15 @@ class MxLoop(TraceObject):
         tile, op = self.tile, self.operands
         for i, offset in enumerate(op.a_chunks):
             filled = (self.wave_n + i * tile.n_waves) * (CHUNK * LANES) + stage * tile.stage_bytes
+            step = k * tile.a_row_bytes
+            if op.a_left:
+                # Together with the step, so that the sum does not wrap around.
+                offset = (step < op.a_left[i]).select(offset, fx.Int32(BEYOND) - step)
             fx.copy(
                 self.stage_a,
                 fx.make_view(op.a + offset, fx.make_layout(CHUNK, 1)),
                 fx.make_view(self.group_lds + filled, fx.make_layout(CHUNK, 1)),
-                soffset=k * tile.a_row_bytes,
+                soffset=step,
             )
         fx.rocdl.asyncmark()
 
@@ -395,10 +251,10 @@ class MxLoop(TraceObject):
     def _fetch_scales(self, k: fx.Int32, stage: int) -> None:
         tile, op = self.tile, self.operands
         word = div(k * tile.tile_k, SCALE_WORD_K) * LANES
-        for words, rows, frag in (
-            (op.w_scale, op.w_scale_rows, self.w_scale),
-            (op.a_scale, op.a_scale_rows, self.a_scale),
-        ):
+        scaled = [(op.w_scale, op.w_scale_rows, self.w_scale)]
+        if tile.a_scale_words:
+            scaled.append((op.a_scale, op.a_scale_rows, self.a_scale))
+        for words, rows, frag in scaled:
             for i, row in enumerate(rows):
                 fx.copy(
                     self.load_scale,
@@ -408,7 +264,7 @@ class MxLoop(TraceObject):
                 )
 
     def _multiplications(self, k: fx.Int32, stage: int) -> list[Callable[[], None]]:
-        """Step `k`'s scaled MFMA, one function a 128-wide block of k."""
+        """Step `k`'s MFMA, one function a 128-wide block of k."""
         tile, op = self.tile, self.operands
         w_words = [self.w_scale[None, i, stage].load()[0] for i in range(tile.n_tiles // 2)]
         a_words = [self.a_scale[None, i, stage].load()[0] for i in range(tile.a_scale_words)]
@@ -418,13 +274,14 @@ class MxLoop(TraceObject):
             half = mod(k, 2) * 16
             w_words = [shift_right(word, half) for word in w_words]
             a_words = [shift_right(word, half) for word in a_words]
-        return [
-            partial(self._multiply, block, stage, w_words, a_words)
-            for block in range(tile.k_blocks)
-        ]
+        if tile.widened:
+            multiply_block = partial(self._multiply_widened, stage, w_words)
+        else:
+            multiply_block = partial(self._multiply, stage, w_words, a_words)
+        return [partial(multiply_block, block) for block in range(tile.k_blocks)]
 
     def _multiply(
-        self, block: int, stage: int, w_words: list[fx.Int32], a_words: list[fx.Int32]
+        self, stage: int, w_words: list[fx.Int32], a_words: list[fx.Int32], block: int
     ) -> None:
         tile = self.tile
         for m in range(tile.m_tiles):
@@ -442,18 +299,45 @@ class MxLoop(TraceObject):
                     scale_b=a_words[m // 2],
                 )
 
+    def _multiply_widened(self, stage: int, w_words: list[fx.Int32], block: int) -> None:
+        """Operation by operation, so that few activations and few widened weights are held."""
+        tile = self.tile
+        scales = [self._w_scale_value(n, block, w_words) for n in range(tile.n_tiles)]
+        for run in range(tile.a.runs):
+            rows = [self._load_run(m, block, run, stage) for m in range(tile.m_tiles)]
+            for n in range(tile.n_tiles):
+                words = self.w_frag[None, n, block, stage % tile.w_stages].load().bitcast(fx.Int32)
+                weights = widen_fp4(words[run], scales[n])
+                for m, row in enumerate(rows):
+                    acc = self.acc[None, n, m]
+                    acc.store(multiply(weights, row, acc.load()))
+
+    def _w_scale_value(self, n: int, block: int, w_words: list[fx.Int32]) -> fx.Float32:
+        """The scale of a lane's 32 elements of weight tile `n`."""
+        word, half = self.tile.w_scale_of(n)
+        return scale_value(shift_right(w_words[word], 8 * (2 * block + half)) & 255)
+
+    def _load_run(self, m: int, block: int, run: int, stage: int) -> fx.Vector:
+        """A lane's eight bf16 of an operation."""
+        frag = fx.make_rmem_tensor(CHUNK, fx.Uint8)
+        self._copy_run(m, block, run, stage, frag)
+        return frag.load().bitcast(fx.BFloat16)
+
     def _load_a(self, m: int, block: int, stage: int) -> fx.Tensor:
         """A lane's operand: 16-byte run r holds the chunk 4 r + l div 16 of the block."""
         runs = self.tile.a.runs
         frag = fx.make_rmem_tensor(CHUNK * runs, fx.Uint8)
         for run in range(runs):
-            chunk = (block * runs + run) * 4 + div(self.lane, 16)
-            fx.copy(
-                self.load_lds,
-                self.a_tiles[mod(self.lane, 16), None, m, chunk, stage],
-                fx.make_view(fx.get_iter(frag) + run * CHUNK, fx.make_layout(CHUNK, 1)),
-            )
+            at = fx.make_view(fx.get_iter(frag) + run * CHUNK, fx.make_layout(CHUNK, 1))
+            self._copy_run(m, block, run, stage, at)
         return frag
+
+    def _copy_run(self, m: int, block: int, run: int, stage: int, to: fx.Tensor) -> None:
+        tile, groups = self.tile, len(self.a_runs)
+        beyond, group = divmod(block * tile.a.runs + run, groups)
+        offset = stage * tile.stage_bytes + m * 16 * tile.a_row_bytes + beyond * groups * 4 * CHUNK
+        at = fx.make_view(self.a_runs[group] + offset, fx.make_layout(CHUNK, 1))
+        fx.copy(self.load_lds, at, to)
 
     def _mfma(self, w_select: int, a_select: int) -> fx.MmaAtom:
         op = fx.rocdl.cdna4.MFMA_Scale(

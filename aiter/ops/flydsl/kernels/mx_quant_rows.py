@@ -32,8 +32,8 @@ from .device import (
     store_bits,
     traced,
 )
-from .mx_gemm import FORMATS, scale_row_words
 from .mx_quant import pack, scale_byte, scale_offset, scale_value
+from .mx_tile import FORMATS, scale_row_words
 from .tensor_shim import kernel_builder
 
 ELEMENTS = 8  # a lane's

@@ -11,8 +11,8 @@ from aiter.ops.flydsl.kernels.moe_reduce import build_reduce
 from aiter.ops.flydsl.kernels.moe_sort import build_sort
 from aiter.ops.flydsl.kernels.moe_stage1 import build_stage1
 from aiter.ops.flydsl.kernels.moe_stage2 import build_stage2
-from aiter.ops.flydsl.kernels.mx_gemm import FORMATS
 from aiter.ops.flydsl.kernels.mx_quant_rows import build_quant_rows
+from aiter.ops.flydsl.kernels.mx_tile import FORMATS
 from aiter.ops.flydsl.kernels.tensor_shim import _run_compiled
 
 from .request import MoeRequest
@@ -52,25 +52,29 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scala
     routes = _sort(plan, request, tensors, out, stream)
 
     stage1, stage2 = plan.stage1, plan.stage2
-    quantised = _bytes(tokens, FORMATS[plan.quant.fmt].row_bytes(request.model_dim), device)
-    scale = _scales(plan.capacity, request.model_dim, device)
-    _run_compiled(
-        build_quant_rows(plan.quant),
-        quantised,
-        scale,
-        x,
-        routes.route_rows,
-        tokens,
-        request.model_dim - request.hidden_pad,
-        stream,
-    )
-    hidden = _bytes(plan.capacity, stage1.out_row_bytes, device)
-    hidden_scale = _scales(plan.capacity, request.inter_dim, device)
+    used = request.model_dim - request.hidden_pad
+    rows, scale = x, None
+    if plan.quant is not None:
+        rows = _bytes(tokens, FORMATS[plan.quant.fmt].row_bytes(request.model_dim), device)
+        scale = _scales(plan.capacity, request.model_dim, device)
+        _run_compiled(
+            build_quant_rows(plan.quant),
+            rows,
+            scale,
+            x,
+            routes.route_rows,
+            tokens,
+            used,
+            stream,
+        )
+    hidden, hidden_scale = _bytes(plan.capacity, stage1.out_row_bytes, device), None
+    if not stage2.tile.widened:
+        hidden_scale = _scales(plan.capacity, request.inter_dim, device)
     _run_compiled(
         build_stage1(stage1),
         hidden,
         hidden_scale,
-        quantised,
+        rows,
         tensors.w1,
         scale,
         tensors.w1_scale,
@@ -80,6 +84,7 @@ def execute(plan: Plan, request: MoeRequest, tensors: MoeTensors, scalars: Scala
         routes.num_valid,
         tensors.bias1 if stage1.bias else None,
         tokens,
+        used,
         plan.stage1_groups,
         scalars.limit,
         scalars.beta,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiter.ops.flydsl.kernel_names import Moe1Name, Moe2Name
 
-from .request import FP8, MoeRequest
+from .request import MoeRequest
+from .stages import FORMAT
 
 # Tokens below -> (rows of a tile and sort block, waves a SIMD, weights past the caches in
 # stage 1, and in stage 2). Few tokens read every weight once; many share them in the caches.
@@ -21,19 +22,20 @@ def heuristic_names(request: MoeRequest) -> tuple[Moe1Name, Moe2Name]:
     tile_m, waves, stream1, stream2 = next(
         (choice[1:] for choice in _BY_TOKENS if request.tokens < choice[0]), _BEYOND
     )
-    a_dtype = "fp8" if request.a_dtype == FP8 else "fp4"
-    w_dtype = "fp8" if request.w_dtype == FP8 else "fp4"
+    a_dtype, w_dtype = FORMAT[request.a_dtype], FORMAT[request.w_dtype]
+    # 128 rows of 256 bf16 would leave a compute unit's LDS to a single workgroup.
+    tile_k = 128 if a_dtype == "bf16" and tile_m == 128 else 256
     stage1 = Moe1Name(
         a_dtype=a_dtype,
         w_dtype=w_dtype,
         out_dtype="bf16",
         tile_m=tile_m,
         tile_n=128,
-        tile_k=256,
+        tile_k=tile_k,
         waves_per_eu=waves,
         b_nt=2 if stream1 else 0,
         gate_mode=request.caller.gate_mode,
-        requant=a_dtype,
+        requant=None if a_dtype == "bf16" else a_dtype,
     )
     stage2 = Moe2Name(
         a_dtype=a_dtype,
@@ -41,7 +43,7 @@ def heuristic_names(request: MoeRequest) -> tuple[Moe1Name, Moe2Name]:
         out_dtype="bf16",
         tile_m=tile_m,
         tile_n=128,
-        tile_k=256 if request.inter_dim % 256 == 0 else 128,
+        tile_k=tile_k if request.inter_dim % tile_k == 0 else 128,
         epilogue="atomic",
         b_nt=2 if stream2 else 0,
     )

@@ -36,7 +36,9 @@ class Plan:
     stage 2, reduce.
 
     activate: finishes a stage 1 whose K is split over workgroups, else None.
-    requant: quantises stage 1's bf16 result; None if stage 1 or `activate` does that itself.
+    quant: None for bf16 activations, which stage 1 reads as they are.
+    requant: quantises stage 1's bf16 result; None if stage 1 or `activate` does that itself, and
+        where stage 2 reads bf16.
     reduce: adds the route rows of stage 2; None if stage 2 accumulates.
     capacity: sorted rows to allocate. stage1_groups, stage2_groups: workgroups.
     source: the tuned row, file:line, or None for the heuristic kernels.
@@ -44,7 +46,7 @@ class Plan:
     """
 
     sort: tuple[SortKey, ...]
-    quant: QuantKey
+    quant: QuantKey | None
     stage1: Stage1Key
     activate: ActivateKey | None
     requant: QuantKey | None
@@ -156,17 +158,18 @@ def _plan(
         raise NotImplementedError(
             f"stage 1 quantises to {stage1.requant}, stage 2 reads {a_format}"
         )
-    quantised = activate is not None or stage1.requant is not None
+    widened = stage2.tile.widened
+    ready = widened or activate is not None or stage1.requant is not None
     reduced = stage2.epilogue == "reduce"
     capacity = sort_capacity(request.tokens, request.topk, request.experts, block_m)
     m_blocks2 = capacity // stage2.tile.tile_m
     grid = stage2_name(name2)
     return Plan(
         sort=tuple(_sort_keys(request, block_m, zero=not reduced)),
-        quant=QuantKey(request.model_dim, stage1.tile.a_format, request.topk),
+        quant=None if widened else QuantKey(request.model_dim, a_format, request.topk),
         stage1=stage1,
         activate=activate,
-        requant=None if quantised else QuantKey(request.inter_dim, a_format, None),
+        requant=None if ready else QuantKey(request.inter_dim, a_format, None),
         stage2=stage2,
         reduce=(
             ReduceKey(request.model_dim, request.topk, masked=request.caller.expert_parallel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiter.ops.flydsl.kernels.moe_sort import CHUNK_ROUTES
-from aiter.ops.flydsl.kernels.mx_gemm import MxTile, scale_row_words
+from aiter.ops.flydsl.kernels.mx_tile import MxTile, scale_row_words
 
 # What 32-bit offsets of a buffer can reach.
 BUFFER_BYTES = (1 << 32) - 1

@@ -12,7 +12,8 @@ A name is a set of parameters of one pair of kernels, whatever its family: `stag
     xcd              row blocks that a die's consecutive workgroups walk over
     kw               groups of waves that split K
     kb               workgroups that split K; go: each takes rows of gate or of up only
-    fp4, fp8         stage 1 quantises its own result; otherwise a launch of its own does
+    fp4, fp8         stage 1 quantises its own result; otherwise a launch of its own does, but
+                     for bf16 activations, which nothing quantises
     persist, cumul   the size of stage 2's grid, which is no part of its code
 
 and what has no effect, as `ignored` says of a name:
@@ -40,19 +41,22 @@ from aiter.ops.flydsl.kernel_names import (
     MxmoeG1Name,
     MxmoeG2Name,
 )
+from aiter.ops.flydsl.kernels.device import CHUNK, LANES
 from aiter.ops.flydsl.kernels.moe_activate import ActivateKey
 from aiter.ops.flydsl.kernels.moe_sort import MAX_EXPERTS
 from aiter.ops.flydsl.kernels.moe_stage1 import Stage1Key
 from aiter.ops.flydsl.kernels.moe_stage2 import Stage2Key
-from aiter.ops.flydsl.kernels.mx_gemm import CHUNK, FORMATS, LANES, MxTile
+from aiter.ops.flydsl.kernels.mx_tile import FORMATS, MxTile
 
-from .request import FP4, FP8, MoeRequest
+from .request import BF16, FP4, FP8, MoeRequest
 from .sizes import stage2_epilogue
 
 T = TypeVar("T")
 
-_FORMAT = {FP4: "fp4", FP8: "fp8"}
-_FLAVOURS = ((FP4, FP4), (FP8, FP4), (FP8, FP8))  # activations, weights
+FORMAT = {FP4: "fp4", FP8: "fp8", BF16: "bf16"}
+_FLAVOURS = ((FP4, FP4), (FP8, FP4), (FP8, FP8), (BF16, FP4))  # activations, weights
+# bf16 of the 16 bytes that stage 1 fetches or leaves out.
+_PAD_UNIT = CHUNK // 2
 # Stage 1's outputs of a workgroup whose gate and up accumulators fit four waves' registers.
 _MOST_OUTPUTS = 128 * 128
 _ACTIVATION = {
@@ -93,6 +97,10 @@ def unsupported(request: MoeRequest) -> str | None:
             0 <= request.hidden_pad < request.model_dim
             and 0 <= request.intermediate_pad < request.inter_dim,
             "padding beyond the dimension",
+        ),
+        (
+            request.a_dtype != BF16 or request.hidden_pad % _PAD_UNIT == 0,
+            f"bf16 activations padded by {request.hidden_pad} columns, no multiple of {_PAD_UNIT}",
         ),
     )
     return next((reason for good, reason in checks if not good), None)
@@ -159,7 +167,7 @@ def ignored(name: KernelName) -> tuple[str, ...]:
 
 
 def _check_formats(request: MoeRequest, name: Moe1Name | Moe2Name) -> None:
-    if (name.a_dtype, name.w_dtype) != (_FORMAT[request.a_dtype], _FORMAT[request.w_dtype]):
+    if (name.a_dtype, name.w_dtype) != (FORMAT[request.a_dtype], FORMAT[request.w_dtype]):
         raise NotImplementedError(
             f"the kernel is for {name.a_dtype} activations with {name.w_dtype} weights"
         )
@@ -259,7 +267,7 @@ def activate_key(request: MoeRequest, stage1: Stage1Key) -> ActivateKey | None:
         activation=_ACTIVATION[request.activation],
         bias=request.caller.bias != "none",
         weighted=request.doweight_stage1,
-        requant=stage1.tile.a_format,
+        requant=None if stage1.tile.widened else stage1.tile.a_format,
     )
 
 
