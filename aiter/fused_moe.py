@@ -72,7 +72,8 @@ def fused_moe(
         hidden_states: [M, D] bf16.
         w1: [E, 2 I, D] gate and up rows, w2: [E, D, I], shuffled (`aiter.ops.shuffle`); 4-bit
             types count their last dimension in packed units.
-        topk_weight, topk_ids: [M, k] f32 and i32.
+        topk_weight, topk_ids: [M, k] f32 and i32; a route to an id that is no expert's adds
+            nothing.
         expert_mask: [experts of all ranks] i32, 1 where the expert is of this rank.
         w1_scale, w2_scale: e8m0 block scales, shuffled, for `QuantType.per_1x32`.
         block_size_M: rows of a sort block, instead of the tuned one.

@@ -68,5 +68,5 @@ def test_the_kernels_around_the_stages_neither_spill_nor_use_scratch(flydsl_cach
         check(build_quant_rows(QuantKey(384, fmt, None)))
         check(build_activate(ActivateKey(384, 4, 32, "situv2", True, True, fmt)))
     check(build_activate(ActivateKey(768, 4, 32, "gelu", False, False, None)))
-    check(build_reduce(ReduceKey(7168, 16, masked=True)))
+    check(build_reduce(ReduceKey(7168, 16)))
     assert load_fmoe(AITER_CONFIGS.fmoe).rows

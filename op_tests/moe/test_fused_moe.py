@@ -70,6 +70,19 @@ def test_rows_beyond_the_local_tokens_do_not_matter(emulate, a_format):
     assert relative_l2(out[:7], want) < TOLERANCE
 
 
+@pytest.mark.parametrize("reduce", ["0", "1"])
+def test_a_route_to_no_expert_adds_nothing(emulate, monkeypatch, reduce):
+    monkeypatch.setenv("AITER_FLYDSL_FORCE_REDUCE", reduce)
+    case = MoeCase.random(12, 256, 128, 3, 2)
+    case.ids[0, 0], case.ids[5, 1] = -1, 3
+    case.ids[7] = 200
+    emulate(GFX950, poison=True)
+    with pinned(GFX950):
+        out = case.run()
+    assert relative_l2(out, case.reference()) < TOLERANCE
+    assert not out[7].any()
+
+
 @pytest.mark.parametrize("a_format", ["fp8", "bf16"])
 def test_padding_rows_never_reach_a_result(emulate, a_format):
     """Poison: no kernel may use what nothing wrote, and no NaN comes of it."""

@@ -91,7 +91,9 @@ def test_reduce_adds_the_slots_of_a_token_in_f32(emulate):
     x = torch.randn(5 * 3, 2304, generator=g).to(torch.bfloat16)
     y = torch.empty(5, 2304, dtype=torch.bfloat16)
     emulate("gfx950")
-    _run_compiled(build_reduce(ReduceKey(2304, 3, masked=False)), y, x, None, 5, None)
+    _run_compiled(
+        build_reduce(ReduceKey(2304, 3)), y, x, torch.arange(15, dtype=torch.int32), 5, None
+    )
     want = x.float().view(5, 3, 2304).sum(1)
     assert relative_l2(y.float(), want) < 3e-3
     assert torch.equal(y, want.to(torch.bfloat16))
@@ -104,7 +106,7 @@ def test_reduce_leaves_out_routes_that_went_nowhere(emulate):
     x[rows < 0] = float("nan")
     y = torch.empty(4, 512, dtype=torch.bfloat16)
     emulate("gfx950")
-    _run_compiled(build_reduce(ReduceKey(512, 2, masked=True)), y, x, rows, 4, None)
+    _run_compiled(build_reduce(ReduceKey(512, 2)), y, x, rows, 4, None)
     want = torch.where(rows[:, None] >= 0, x.float(), 0.0).view(4, 2, 512).sum(1)
     assert torch.equal(y, want.to(torch.bfloat16))
 

@@ -51,6 +51,7 @@ def run_sort(ids, weights, experts, block_m, local_tokens=None, zero=None, mask=
             tokens,
             chunks,
             mask.numel() if mask is not None else 0,
+            experts,
             zero.numel() * zero.element_size() // 16 if zero is not None else 0,
             None,
         )
@@ -124,6 +125,29 @@ def test_masked_experts_take_no_rows_and_the_others_are_renumbered(emulate, glob
     emulate("gfx950", order="random", seed=1)
     result = run_sort(ids, weights, experts, 32, mask=mask)
     check(result, local.to(torch.int32), weights, experts, 32, 40)
+
+
+@pytest.mark.parametrize("tokens", [40, moe_sort.CHUNK_ROUTES // 2 + 5])
+def test_routes_to_what_is_no_expert_go_nowhere(emulate, tokens):
+    """Nor do they have rows, though threads are more than experts."""
+    g = torch.Generator().manual_seed(8)
+    ids = routing(tokens, 3, 5, "even", g)
+    for i, stray in enumerate((-1, 5, 63, 64, (1 << 31) - 1, -(1 << 31))):
+        ids[3 * i, i % 3] = stray
+    weights = torch.rand(tokens, 3, generator=g)
+    emulate("gfx950", order="random", seed=3)
+    check(run_sort(ids, weights, 5, 32), ids, weights, 5, 32, tokens)
+
+
+def test_a_mask_of_more_experts_than_there_are_and_a_count_beyond_the_tokens_do_no_harm(emulate):
+    g = torch.Generator().manual_seed(9)
+    ids = routing(20, 2, 12, "even", g)
+    weights = torch.rand(20, 2, generator=g)
+    mask = torch.ones(12, dtype=torch.int32)
+    emulate("gfx950")
+    local = torch.tensor([1 << 30], dtype=torch.int32)
+    result = run_sort(ids, weights, 4, 32, local, mask=mask)
+    check(result, torch.where(ids < 4, ids, -1), weights, 4, 32, 20)
 
 
 def test_the_first_launch_clears_the_output_and_nothing_beyond(emulate):

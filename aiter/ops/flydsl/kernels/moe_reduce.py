@@ -3,7 +3,7 @@
     y[t, :] = sum over s of x[t * topk + s, :]
 
     x (tokens * topk, model_dim) bf16, y (tokens, model_dim) bf16, summed in f32, slots in order
-    route_rows (tokens * topk) i32: with `masked`, a route with -1 has no row in x
+    route_rows (tokens * topk) i32: a route with -1 has no row in x
 
 A workgroup takes a run of one token's columns, eight a lane.
 """
@@ -27,7 +27,6 @@ class ReduceKey:
 
     model_dim: int
     topk: int
-    masked: bool
 
     def __post_init__(self) -> None:
         if self.model_dim % COLUMNS:
@@ -57,11 +56,9 @@ def build_reduce(key: ReduceKey) -> flyc.JitFunction:
         rows = []
         for slot in fx.range_constexpr(key.topk):
             base = x + (fx.Int64(token) * key.topk + slot) * row_bytes
-            held = fx.Int64(row_bytes)
-            if fx.const_expr(key.masked):
-                # A buffer of no bytes reads as zeros.
-                routed = load_word(route_rows, token * key.topk + slot) >= 0
-                held = routed.select(held, fx.Int64(0))
+            # A buffer of no bytes reads as zeros.
+            routed = load_word(route_rows, token * key.topk + slot) >= 0
+            held = routed.select(fx.Int64(row_bytes), fx.Int64(0))
             source = global_buffer(fx.Uint8, base, held, CHUNK)
             raw = fx.make_rmem_tensor(CHUNK, fx.Uint8)
             fx.copy(load, fx.make_view(source + offset, fx.make_layout(CHUNK, 1)), raw)

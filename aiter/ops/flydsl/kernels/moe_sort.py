@@ -15,7 +15,8 @@ chunks: "count" leaves each chunk's count of each expert in `counts`, "offsets" 
 into first rows and writes padding and block owners, "place" writes the routes.
 
 Tokens from `num_local_tokens` on are not real, and with an `expert_mask` over the experts of all
-ranks only those with 1 are here, numbered in order: other routes go nowhere.
+ranks only those with 1 are here, numbered in order. Other routes go nowhere, and so do routes to an
+id that is no expert's: callers mark slots that way.
 
 The first launch also zeroes `zero_chunks` times 16 bytes at `zero`, which stage 2 accumulates
 into, in workgroups of their own.
@@ -84,7 +85,7 @@ def sort_key(
 def build_sort(key: SortKey) -> flyc.JitFunction:
     """Launcher (topk_ids, topk_weights, sorted_ids, sorted_weights, expert_ids, num_valid,
     route_rows, counts, num_local_tokens, expert_mask, zero, tokens, chunks, global_experts,
-    zero_chunks, stream)."""
+    experts, zero_chunks, stream)."""
 
     @flyc.kernel(known_block_size=[key.threads, 1, 1])
     def moe_sort(
@@ -102,6 +103,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         tokens: fx.Int32,
         chunks: fx.Int32,
         global_experts: fx.Int32,
+        experts: fx.Int32,
         zero_chunks: fx.Int32,
     ):
         thread = fx.Int32(fx.thread_idx.x)
@@ -118,7 +120,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         else:
             real = tokens
             if fx.const_expr(key.local_tokens):
-                real = load_word(num_local_tokens, 0)
+                real = fx.min(load_word(num_local_tokens, 0), tokens)
             first_route = group * CHUNK_ROUTES
             routes = fx.max(
                 fx.min(real * key.topk - first_route, fx.Int32(CHUNK_ROUTES)), fx.Int32(0)
@@ -137,6 +139,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
                     routes,
                     quads * 4,
                     global_experts,
+                    experts,
                     thread,
                 )
                 fx.gpu.barrier()
@@ -203,6 +206,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
         tokens: fx.Int32,
         chunks: fx.Int32,
         global_experts: fx.Int32,
+        experts: fx.Int32,
         zero_chunks: fx.Int32,
         stream: fx.Stream,
     ):
@@ -225,6 +229,7 @@ def build_sort(key: SortKey) -> flyc.JitFunction:
             tokens,
             chunks,
             global_experts,
+            experts,
             zero_chunks,
         ).launch(grid=(groups, 1, 1), block=(key.threads, 1, 1), stream=stream)
 
@@ -251,6 +256,7 @@ def _load_routes(
     routes: fx.Int32,
     padded: fx.Int32,
     global_experts: fx.Int32,
+    experts: fx.Int32,
     thread: fx.Int32,
 ) -> None:
     """Expert of each of the chunk's routes into LDS, -1 for none and up to `padded`."""
@@ -260,11 +266,12 @@ def _load_routes(
         if i < routes:
             expert = ids[first_route + i]
             if fx.const_expr(key.masked):
-                # Callers mark a slot that is no expert's with an id beyond the last.
                 known = expert
                 expert = fx.Int32(-1)
                 if fx.Uint32(known) < fx.Uint32(global_experts):
                     expert = local[known]
+            here = fx.Uint32(expert) < fx.Uint32(experts)
+            expert = here.select(expert, fx.Int32(-1))
         storage[i] = expert
 
 
@@ -421,14 +428,13 @@ def _place(
     ids = global_pointer(fx.Int32, sorted_ids)
     weights = global_pointer(fx.Float32, sorted_weights)
     rows = global_pointer(fx.Int32, route_rows)
-    if fx.const_expr(key.local_tokens or key.masked):
-        given_routes = fx.min(tokens * key.topk - first_route, fx.Int32(CHUNK_ROUTES))
-        for i in range(expert, given_routes, fx.Int32(key.threads)):
-            nowhere = i >= routes
-            if i < routes:
-                nowhere = storage[i] < 0
-            if nowhere:
-                rows[first_route + i] = fx.Int32(-1)
+    given_routes = fx.min(tokens * key.topk - first_route, fx.Int32(CHUNK_ROUTES))
+    for i in range(expert, given_routes, fx.Int32(key.threads)):
+        nowhere = i >= routes
+        if i < routes:
+            nowhere = storage[i] < 0
+        if nowhere:
+            rows[first_route + i] = fx.Int32(-1)
     for i in range(fx.Int32(0), quads):
         four = held[None, i].load()
         for j in fx.range_constexpr(4):

@@ -183,6 +183,7 @@ def _sort(
             request.tokens,
             chunks,
             mask.shape[0] if mask is not None else 0,
+            request.experts,
             request.tokens * request.model_dim * 2 // _ZERO_BYTES if zero is not None else 0,
             stream,
         )

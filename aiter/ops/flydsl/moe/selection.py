@@ -171,11 +171,7 @@ def _plan(
         activate=activate,
         requant=None if ready else QuantKey(request.inter_dim, a_format, None),
         stage2=stage2,
-        reduce=(
-            ReduceKey(request.model_dim, request.topk, masked=request.caller.expert_parallel)
-            if reduced
-            else None
-        ),
+        reduce=(ReduceKey(request.model_dim, request.topk) if reduced else None),
         capacity=capacity,
         stage1_groups=capacity // stage1.tile.tile_m * stage1.groups_of_row_block,
         stage2_groups=stage2_groups(
