@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiter import env
-from aiter.jit.utils.chip_info import Target, pinned
+from aiter.jit.utils.chip_info import GFX_LDS_BYTES, Target, pinned
 from aiter.jit.utils.toolkit import toolkit_env
 from aiter.ops.enum import ActivationType, GateMode, QuantType
 from aiter.ops.flydsl.kernel_names import parse
@@ -29,7 +29,6 @@ from aiter.ops.flydsl.moe.request import CallerVariant, MoeRequest, Policy
 from aiter.ops.flydsl.moe.stages import FORMAT, stage1_key, stage2_key
 
 TARGET = Target.of("gfx950")
-LDS_BYTES = 160 << 10
 REGISTERS = 512
 LANES = 64
 
@@ -166,7 +165,8 @@ def _row(text: str, model_dim: int, inter_dim: int, block_m: int) -> str:
     loop, whole = Mix.of(_main_loop(lines)), Mix.of(lines)
     waves_by_registers = REGISTERS // (-(-resources.vgprs // 8) * 8)
     groups = min(
-        LDS_BYTES // resources.lds_bytes, 4 * waves_by_registers * LANES // resources.threads
+        GFX_LDS_BYTES[TARGET.gfx] // resources.lds_bytes,
+        4 * waves_by_registers * LANES // resources.threads,
     )
     waves = max(1, groups) * resources.threads // LANES / 4
     share = loop.mfma / loop.instructions if loop.instructions else 0

@@ -13,7 +13,6 @@ BLOCKS = 256
 THREADS = 512
 LANES = 64
 WAVES = THREADS // LANES
-LDS_BYTES = 160 << 10
 
 
 def rounds(tasks: int, blocks: int) -> int:

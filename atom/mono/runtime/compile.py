@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from flydsl.compiler.jit_function import JitFunction
 
 from aiter import env
+from aiter.jit.utils.chip_info import GFX_LDS_BYTES
 from aiter.ops.flydsl.kernels.resources import KernelResources, launcher_resources
 from aiter.ops.flydsl.kernels.tensor_shim import artifact_of, compile_artifact
 from atom.mono.plan.check import RegionDecl, check
-from atom.mono.plan.execution import LDS_BYTES
 from atom.mono.plan.trace import Record, recording
 
 from .abi import KernelAbi
+from .deployment import ARCHS
 
 __all__ = [
     "KernelResources",
@@ -31,6 +32,7 @@ __all__ = [
     "trace",
 ]
 
+LDS_BYTES = min(GFX_LDS_BYTES[gfx] for gfx in ARCHS)
 Pairs = Iterable[tuple[JitFunction, KernelAbi]]
 
 

@@ -12,9 +12,9 @@ from flydsl.compiler.kernel_function import KernelFunction
 
 from aiter.ops.flydsl.kernels.device import global_pointer, shared_bytes
 from aiter.ops.flydsl.kernels.tensor_shim import kernel_builder
-from atom.mono.plan.execution import LDS_BYTES
 from atom.mono.plan.trace import enter_stage, note
 from atom.mono.runtime.abi import KernelAbi
+from atom.mono.runtime.compile import LDS_BYTES
 
 COPY_ABI = KernelAbi(("out", "x", "rows"))
 

@@ -12,8 +12,8 @@ from atom.mono.models.minimax_m3.contract import check_width
 from atom.mono.models.minimax_m3.execution import width_kernels
 from atom.mono.models.minimax_m3.runner import layer_builders
 from atom.mono.plan.check import ContractError
-from atom.mono.plan.execution import LDS_BYTES, THREADS
-from atom.mono.runtime.compile import launcher_resources
+from atom.mono.plan.execution import THREADS
+from atom.mono.runtime.compile import LDS_BYTES, launcher_resources
 from atom.mono.runtime.step_begin import ABI
 from atom.mono.runtime.widths import WidthBuilds
 from op_tests.mono.runtime.kernels import kernel_in

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import flydsl.expr as fx
 
+from aiter.jit.utils.chip_info import GFX_LDS_BYTES
+
 from .device import CHUNK, LANES, shift_right
 
 MFMA_K = 128
 SCALE_BLOCK = 32
 # A gfx950 SIMD's registers a lane, accumulation registers included, and a compute unit's LDS.
 _REGISTERS = 512
-LDS_BYTES = 160 << 10
+LDS_BYTES = GFX_LDS_BYTES["gfx950"]
 _MOST_THREADS = 1024
 _TWO_WAVES = 240  # registers of a lane, by `MxTile.vgprs`, with which a SIMD holds two waves
 SCALE_WORD_K = 256  # one 32-bit word a lane holds the scales of 32 rows x 256 k

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from aiter import env
 from atom.mono.device.step_begin import StepBeginBuild
-from atom.mono.plan.execution import BLOCKS
 
 from .builds import (
     MINIMAX_M3,
@@ -38,23 +37,23 @@ class Config:
     tp: int = 4
     reusing: frozenset[int] = frozenset()
     aux_layers: tuple[int, ...] = ()
-    attn_format: str = "bf16"
-    dense_format: str = "bf16"
-    expert_format: str = "fp4"
-    kv_format: str = "fp8"
-    index_format: str = "fp8"
-    index_topk: int = 16
-    init_blocks: int = 0
-    local_blocks: int = 1
-    max_blocks: int = 8192
-    eps: float = 1e-6
-    route_scale: float = 2.0
-    shared_weight: float = 1.0
-    swiglu_limit: float = 7.0
+    attn_format: str = DensePreBuild.attn_format
+    dense_format: str = DensePostBuild.ffn_format
+    expert_format: str = SparseBuild.ffn_format
+    kv_format: str = SparseBuild.kv_format
+    index_format: str = SparseBuild.index_format
+    index_topk: int = SparseBuild.index_topk
+    init_blocks: int = SparseBuild.init_blocks
+    local_blocks: int = SparseBuild.local_blocks
+    max_blocks: int = SparseBuild.max_blocks
+    eps: float = LayerShape.eps
+    route_scale: float = SparseBuild.route_scale
+    shared_weight: float = SparseBuild.shared_weight
+    swiglu_limit: float = SparseBuild.swiglu_limit
     widths: tuple[int, ...] = WIDTHS
-    blocks: int = BLOCKS
+    blocks: int = LayerShape.blocks
     debug: bool = False
-    polls: int = 10_000_000
+    polls: int = LayerShape.polls
     timeline: bool = False
     check: bool = False
 
